@@ -57,9 +57,9 @@ class Planned(_Printed):
 
     def rows(self) -> dict[str, Any]:
         """The plan's numbers as the keys that other programs read (``--json``)."""
-        from tightship.report.numbers import summary
+        from tightship.report.numbers import plan_rows
 
-        return summary(self.plan, self.graph)
+        return plan_rows(self.plan, self.graph)
 
     @property
     def drawn(self) -> Plan:

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from support.pages import in_page
 from tightship import api
 from tightship.cli import main
 from tightship.serde import save_graph
-from tightship.units import format_bytes
+from tightship.units import format_bytes, visible
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -288,4 +288,80 @@ def test_a_packing_s_page_works_too(tmp_path, opened) -> None:
     page.page.fill("input[type=search]", "b59")
     page.page.press("input[type=search]", "Enter")
     assert page.page.text_content("#said").startswith("b59 (")
+    assert page.faults == []
+
+
+@pytest.fixture(scope="module")
+def choices(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, api.Frontier]:
+    made = api.frontier(chain(12, 1 << 20), points=4, peers=False, seconds=1.0)
+    file = tmp_path_factory.mktemp("choices") / "frontier.html"
+    made.report(file)
+    return file, made
+
+
+def test_a_slider_goes_through_the_plans_with_the_keyboard(choices, opened) -> None:
+    file, made = choices
+    page = opened(file)
+    slider = page.page.get_by_label("Plan, from the least memory")
+    assert slider.input_value() == "0"
+    slider.focus()
+    for k, plan in enumerate(made.points):
+        if k:
+            slider.press("ArrowRight")
+        assert page.page.text_content("[data-plan=peak]") == format_bytes(plan.peak)
+        assert slider.get_attribute("aria-valuetext").endswith(f"plan {k + 1} of {len(made.points)}")
+        after = page.page.locator("section[id^=memory] figcaption").nth(1).text_content()
+        assert after.endswith(f"peak {format_bytes(plan.peak)}")
+    recomputed = made.points[0].count("recompute")
+    assert recomputed and "Everything is kept. " in page.page.text_content(".whatif")
+    assert "recomputed" in page.page.text_content(".whatif table")
+    slider.press("Home")
+    assert f"{recomputed} recomputed" in page.page.text_content(".whatif")
+    assert "No tensor is treated otherwise" in page.page.text_content(".whatif")
+    assert page.faults == []
+
+
+@pytest.mark.parametrize("width", [400, 900, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_frontier_s_page_fits_every_screen(choices, opened, width, scheme) -> None:
+    page = opened(choices[0], color_scheme=scheme).page
+    page.set_viewport_size({"width": width, "height": 900})
+    page.get_by_label("Plan, from the least memory").press("End")
+    page.wait_for_timeout(50)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_without_a_script_there_are_tables(choices, browser) -> None:
+    file, made = choices
+    context = browser.new_context(java_script_enabled=False, offline=True)
+    page = context.new_page()
+    page.goto(file.as_uri())
+    text = page.inner_text("body")
+    context.close()
+    assert all(format_bytes(p.peak) in text for p in made.points)
+    assert "__" not in text
+
+
+def test_modules_are_sorted_by_the_column_chosen(tmp_path, opened) -> None:
+    graph = chain(6, 1 << 20)
+    hostile = "</script><b>\u202egood"
+    ops = tuple(
+        replace(op, module=hostile if k == 3 else f"blocks.{k % 6}") for k, op in enumerate(graph.ops)
+    )
+    made = api.plan_graph(replace(graph, ops=ops), "70%", seconds=0.5)
+    made.report(tmp_path / "p.html")
+    page = opened(tmp_path / "p.html")
+    table = page.page.locator("table", has_text="What each module costs")
+    names = "t => [...t.tBodies[0].rows].map(r => r.cells[0].textContent)"
+    rows = made.rows()["modules"]
+    assert [n or "(all)" for n in (visible(r["module"]) for r in rows)] == table.evaluate(names)
+    table.get_by_role("button", name="made again").click()
+    assert table.evaluate(names)[0] == "(all)"
+    assert table.locator("th[aria-sort=descending]").text_content() == "made again"
+    table.get_by_role("button", name="made again").click()
+    by_amount = {visible(r["module"]) or "(all)": r["recomputed"] for r in rows}
+    amounts = [by_amount[n] for n in table.evaluate(names)]
+    assert amounts == sorted(amounts) and amounts[-1] > 0
+    assert page.page.locator("section b").count() == 0
+    assert "\u202e" not in (tmp_path / "p.html").read_text()
     assert page.faults == []

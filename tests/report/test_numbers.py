@@ -1,12 +1,15 @@
 """Numbers of reports against the simulator, which defines them."""
 
+from dataclasses import replace
+
 import pytest
 
 from support.chains import chain
+from tightship import api
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Step
 from tightship.planners.default import Options, plan
-from tightship.report.numbers import BANDS, columns, peak_of, summary
+from tightship.report.numbers import BANDS, columns, module_costs, peak_of, summary
 from tightship.simulate import baseline, replay
 
 
@@ -82,3 +85,18 @@ def test_a_summary_has_the_keys_that_programs_read():
     assert rows["met"] is True
     keys = {"lower_bound", "arena", "static", "time_before", "time_after", "planner", "seconds"}
     assert keys | {"offloaded", "compressed", "moved"} <= rows.keys()
+
+
+def test_modules_cost_what_the_plan_spends_in_them_with_all_that_is_inside() -> None:
+    graph = chain(12, 1 << 10)
+    ops = tuple(replace(op, module=f"blocks.{k % 12}.mlp") for k, op in enumerate(graph.ops))
+    made = api.plan_graph(replace(graph, ops=ops), "60%", place=False, seconds=0.5)
+    rows = {c.module: c for c in module_costs(made.graph, made.plan)}
+    inside = [c for name, c in rows.items() if name.endswith(".mlp")]
+    assert list(rows) == ["", "blocks", *(n for k in range(12) for n in (f"blocks.{k}", f"blocks.{k}.mlp"))]
+    again = [s for s in made.plan.steps if s.kind == "recompute"]
+    assert rows[""].recomputed == sum(c.recomputed for c in inside) == len(again) << 10 > 0
+    assert rows[""].seconds == sum(c.seconds for c in inside) == len(again)
+    caller = made.graph.storages[0].size
+    assert rows[""].activations == sum(c.activations for c in inside) == made.plan.peak - caller
+    assert module_costs(graph, made.plan) == []

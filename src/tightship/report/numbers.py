@@ -20,9 +20,9 @@ from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes, format_seconds, percent
 
 __all__ = [
-    "BANDS", "NUMBERS", "POINT", "POLICY", "Column", "Maker", "Number", "Peak", "ResidenceRow", "Share", "at_peak",
-    "band", "changes_of", "columns", "comparable", "frontier_rows", "label", "makers", "moments", "peak_of",
-    "residence_rows", "shown", "slots", "summary",
+    "BANDS", "NUMBERS", "POINT", "POLICY", "Column", "Maker", "ModuleCost", "Number", "Peak", "ResidenceRow", "Share",
+    "at_peak", "band", "changes_of", "columns", "comparable", "frontier_rows", "label", "makers", "module_costs",
+    "moments", "peak_of", "plan_rows", "residence_rows", "shown", "slots", "summary",
 ]  # fmt: skip
 
 BANDS = ("weights", "state", "batch", "activation", "gradient", "workspace")
@@ -99,6 +99,11 @@ def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
             for g in op.calls
         ]
     return rows
+
+
+def plan_rows(plan: Plan, graph: Graph) -> dict[str, Any]:
+    """``summary``, and what each module costs."""
+    return summary(plan, graph) | {"modules": [asdict(c) for c in module_costs(graph, plan)]}
 
 
 def _once(f: Frontier) -> float:
@@ -451,3 +456,66 @@ def makers(graph: Graph, steps: Sequence[Step], line: Timeline) -> list[Maker]:
         for (_, source, kind), same in groups.items()
     ]
     return sorted(rows, key=lambda m: (-m.bytes, m.what))
+
+
+# --- what each module costs ---
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCost:
+    """A module with all that is inside it: bytes of its parameters and buffers, bytes of what its ops made that are
+    there at the peak, bytes that the plan makes again and moves to the host, the seconds that both keep a stream
+    busy, and the share of the peak. ``module`` is a path as in ``named_modules``; the whole is the empty one."""
+
+    module: str
+    parameters: int
+    activations: int
+    recomputed: int
+    offloaded: int
+    seconds: float
+    share: float
+
+
+def _path(module: str) -> list[tuple[bool, int, str]]:
+    """The order of modules: numbers as numbers, whatever their length."""
+    return (
+        [(not p.isdecimal(), len(p) if p.isdecimal() else 0, p) for p in module.split(".")] if module else []
+    )
+
+
+def module_costs(graph: Graph, plan: Plan) -> list[ModuleCost]:
+    """Every module with ops, each after the one that it is in; nothing where no op has a module.
+
+    A parameter belongs to the first op that reads it, other values to the op that made them. Time of transfers is
+    counted in full, also where it is hidden behind computing."""
+    if not any(op.module for op in graph.ops):
+        return []
+    uses, line = graph.uses, replay(graph, plan.steps)
+    costs: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0, 0, 0.0])
+
+    def add(op: int, column: int, amount: float) -> None:
+        parts = graph.ops[op].module.split(".") if op >= 0 and graph.ops[op].module else []
+        for k in range(len(parts) + 1):
+            costs[".".join(parts[:k])][column] += amount
+
+    for op in range(len(graph.ops)):
+        add(op, 0, 0)
+    for s in graph.static:
+        if graph.storages[s].kind in ("parameter", "buffer"):
+            add(min(uses.readers[s], default=-1), 0, graph.storages[s].size)
+    running = plan.steps[line.peak_step].op if line.peak_step >= 0 else -1
+    for s, nbytes in line.at_peak:
+        if s not in graph.static:
+            add(running if s < 0 else uses.definer[s], 1, nbytes)
+    for step, (start, end) in zip(plan.steps, line.spans, strict=True):
+        if step.kind == "recompute":
+            add(step.op, 2, sum(graph.storages[s].size for s in step.storages))
+            add(step.op, 4, end - start)
+        elif step.kind in ("offload", "fetch"):
+            for s in step.storages:
+                add(uses.definer[s], 3, graph.storages[s].size if step.kind == "offload" else 0)
+                add(uses.definer[s], 4, (end - start) / len(step.storages))
+    return [
+        ModuleCost(name, int(p), int(a), int(r), int(o), t, (p + a) / line.peak if line.peak else 0.0)
+        for name, (p, a, r, o, t) in sorted(costs.items(), key=lambda item: _path(item[0]))
+    ]

@@ -7,7 +7,7 @@ streams, arena, frontier, table) and ``heading``. ``summary`` holds the numbers 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 from tightship.report.packing import COLORS as AGES
 from tightship.report.packing import DARK as AGES_DARK
 from tightship.report.picture import COLORS, DARK
-from tightship.units import visible
+from tightship.units import format_bytes, format_seconds, percent, visible
 
 __all__ = ["ROWS", "Fact", "Section", "cut", "page_of", "table"]
 
@@ -27,7 +27,7 @@ Fact = tuple[str, Any, str]
 ROWS = 40
 """Rows of a table of storages; what is left out is summed up in one more."""
 
-_SCRIPTS = ("base.js", "stage.js", "memory.js", "steps.js", "arena.js", "frontier.js", "main.js")
+_SCRIPTS = ("base.js", "stage.js", "memory.js", "steps.js", "arena.js", "frontier.js", "whatif.js", "main.js")
 
 
 def page_of(
@@ -44,11 +44,45 @@ def page_of(
     )
     script = "".join(web.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
     parts = {"TITLE": html.escape(visible(title)), "STYLE": style, "SCRIPT": script, "DATA": data}
+    parts["TABLES"] = _plain(title, about, facts, sections)
     text = web.joinpath("page.html").read_text(encoding="utf-8")
     head, *rest = text.split("__")  # once through, so that what is put in is not looked at again
     for name, literal in zip(rest[::2], rest[1::2], strict=True):
         head += parts[name] + literal
     return head
+
+
+_SAID: dict[str, Callable[[Any], str]] = {
+    "bytes": format_bytes,
+    "seconds": format_seconds,
+    "percent": lambda share: percent(1 + share, 1),
+    "share": lambda share: f"{100 * share:.1f} %",
+}
+
+
+def _plain(title: str, about: str, facts: Sequence[Fact], sections: Sequence[Section]) -> str:
+    """What a reader without scripts sees: the numbers and every table."""
+
+    def said(value: Any, unit: str) -> str:
+        # What is left out of the last row of a table that is cut is empty, whatever its column is.
+        text = "" if value is None or value == "" else _SAID.get(unit, str)(value)
+        return html.escape(visible(text))
+
+    numbers = [[name, said(value, unit) or "none"] for name, value, unit in facts]
+    rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{value}</td></tr>" for name, value in numbers)
+    parts = [f"<h1>{said(title, 'text')}</h1><p>{said(about, 'text')}</p><table>{rows}</table>"]
+    for s in sections:
+        if s["kind"] != "table":
+            continue
+        columns = s["columns"]
+        head = "".join(f"<th>{said(name, 'text')}</th>" for name, _ in columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{said(v, c[1])}</td>" for v, c in zip(row, columns, strict=True)) + "</tr>"
+            for row in s["rows"]
+        )
+        parts.append(f'<h2>{said(s["heading"], "text")}</h2><div class="wrap"><table>')
+        parts.append(f"<tr>{head}</tr>{body}</table></div>")
+    return "".join(parts)
 
 
 def _variables(bands: Mapping[str, str], ages: Sequence[str]) -> str:

@@ -18,8 +18,9 @@ from tightship.report.numbers import (
     columns,
     frontier_rows,
     label,
+    module_costs,
+    plan_rows,
     residence_rows,
-    summary,
 )
 from tightship.report.pages import ROWS, Fact, Section, cut, page_of, table
 from tightship.report.picture import NAMES
@@ -42,7 +43,7 @@ def plan_page(
 ) -> str:
     """The page's text. ``rows``: the plan's numbers where they are not those of ``summary``: of a module, whose peak
     counts bytes that its graph does not have. ``before``: what there was, where planning changed what ops call."""
-    s = dict(summary(plan, graph) if rows is None else rows)
+    s = dict(plan_rows(plan, graph) if rows is None else rows)
     facts: list[Fact] = [(n.heading, s[n.key], n.unit) for n in NUMBERS if n.heading and n.key in s]
     about = f"{s['planner']}, planned in {format_seconds(s['seconds'])}; {len(plan.steps)} steps"
     about += "" if s["met"] else "; the budget is NOT met"
@@ -208,6 +209,34 @@ def peak_table(graph: Graph, steps: Sequence[Step], line: Timeline, beside: int 
     return section | {"said": f"{format_bytes(line.peak + beside)} at step {line.peak_step}: {running}"}
 
 
+_COSTS = 200
+"""Rows of the table of modules."""
+
+
+def modules(graph: Graph, plan: Plan) -> list[Section]:
+    """What each module costs, with all that is inside it; nothing where no op has a module."""
+    costs = module_costs(graph, plan)
+    if not costs:
+        return []
+    most = sorted(costs, key=lambda c: (-c.share, -c.recomputed - c.offloaded, c.module))[:_COSTS]
+    kept = {c.module for c in most}
+    rows = [
+        [c.module or "(all)", c.parameters, c.activations, c.share, c.recomputed, c.offloaded, c.seconds]
+        for c in costs
+        if c.module in kept
+    ]
+    names = [("module", "text"), ("parameters, buffers", "bytes"), ("kept at the peak", "bytes")]
+    names += [
+        ("of the peak", "share"),
+        ("made again", "bytes"),
+        ("offloaded", "bytes"),
+        ("time for both", "seconds"),
+    ]
+    section = table("What each module costs", names, rows) | {"sortable": True}
+    more = f"; the {_COSTS} of {len(costs)} with the largest share of the peak" if len(costs) > _COSTS else ""
+    return [section | {"said": f"each with all that is inside it{more}"}]
+
+
 def steps_of(
     given: Graph, graph: Graph, plan: Plan, lines: Sequence[Line], beside: tuple[int, int] = (0, 0)
 ) -> list[Section]:
@@ -218,6 +247,7 @@ def steps_of(
         *evictions(graph, plan, line),
         *arena(graph, plan),
         peak_table(graph, plan.steps, line, beside[1]),
+        *modules(graph, plan),
         streams(graph, plan, line),
     ]
 
@@ -252,8 +282,48 @@ def frontier_page(f: Frontier, *, title: str = "") -> str:
         for heading, numbers, rows_ in (("Plans", POINT, f.points), ("Other policies", POLICY, f.others))
         if rows_
     ]
-    sections = [_chart(f), _memory(f), *tables, at_peak]
+    sections = [_chart(f), what_if(f), _memory(f), *tables, at_peak]
     return page_of(title or f"Time against memory: {f.graph.name}", about, facts, sections, rows)
+
+
+_DOES = {"recompute": "recomputed", "offload": "offloaded", "compress": "compressed"}
+
+
+def what_if(f: Frontier, base: Plan | None = None) -> Section:
+    """A choice of plan: for each its numbers, what it does, and which tensors it treats otherwise than ``base`` (the
+    plan that needs least, if None)."""
+    base = base or f.points[0]
+    ours = _ways(f.graph, base)
+    plans = []
+    for p in f.points:
+        ways = _ways(f.graph, p)
+        does = []
+        for kind, word in _DOES.items():
+            moved = [s for step in p.steps if step.kind == kind for s in step.storages]
+            if moved:
+                does.append([word, len(moved), sum(f.graph.storages[s].size for s in moved)])
+        other = [s for s in ours.keys() | ways.keys() if ours.get(s) != ways.get(s)]
+        other.sort(key=lambda s: (-f.graph.storages[s].size, s))
+        changes = [
+            [f.graph.storages[s].name, ours.get(s, "kept"), ways.get(s, "kept"), f.graph.storages[s].size]
+            for s in other
+        ]
+        facts = [(n.heading, n.of(f, p), n.unit) for n in POINT if n.key != "changes"]
+        facts.insert(2, ("time", p.time, "seconds"))
+        plans.append({"facts": facts, "does": does, "changes": cut(changes, 3), "changed": len(changes)})
+    names = [("tensor", "text"), ("there", "text"), ("here", "text"), ("bytes", "bytes")]
+    about = f"the plan for {format_bytes(budget_of(base))}"
+    return {"kind": "whatif", "heading": "What if?", "plans": plans, "columns": names, "base": about}
+
+
+def _ways(graph: Graph, plan: Plan) -> dict[int, str]:
+    """What is done with each storage that is not kept all the time."""
+    found: dict[int, set[str]] = {}
+    for step in plan.steps:
+        if step.kind in _DOES:
+            for s in step.storages:
+                found.setdefault(s, set()).add(_DOES[step.kind])
+    return {s: " and ".join(sorted(words)) for s, words in found.items()}
 
 
 def _chart(f: Frontier) -> Section:

@@ -16,6 +16,7 @@ const WORDS = {
   bytes: size,
   seconds: secs,
   percent: x => (x >= 0 ? "+" : "") + (100 * x).toFixed(1) + " %",
+  share: x => (100 * x).toFixed(1) + " %",
   count: x => String(x),
   text: x => x,
   shape: x => x

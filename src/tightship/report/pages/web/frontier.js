@@ -99,9 +99,7 @@ PARTS.frontier = (s, host) => {
 
   function choose(i) {
     if (!shown[i].ours) return;
-    chosen = i;
     dispatchEvent(new CustomEvent("choose", { detail: i }));
-    later(made.draw);
     $("said").textContent = "shown below: " + words(i);
   }
 
@@ -115,5 +113,9 @@ PARTS.frontier = (s, host) => {
     "Arrow keys read them, Enter shows a plan below.";
   const count = () => shown.length;
   const made = stage(host, { height, label, caption, left, view: across, draw, mark, hit, words, choose, count });
+  addEventListener("choose", e => {
+    chosen = e.detail;
+    later(made.draw);
+  });
   return [made.draw];
 };

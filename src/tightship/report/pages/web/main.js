@@ -7,9 +7,10 @@ PARTS.table = (s, host) => {
     } : {})
   }, v === null ? "" : tag === "th" ? v : WORDS[kind](v));
   const body = make("tbody", {}, ...s.rows.map(r => make("tr", {}, ...r.map((v, k) => cell("td", v, s.columns[k][1])))));
-  const table = make("table", {}, make("caption", {
+  const table = make("table", { className: s.sortable ? "sortable" : "" }, make("caption", {
     className: "unseen"
   }, s.heading), make("thead", {}, make("tr", {}, ...s.columns.map(c => cell("th", c[0], c[1])))), body);
+  if (s.sortable) sortable(table, s.columns, s.rows);
   const inside = make("div", {
     className: "wrap",
     tabIndex: 0,
@@ -19,6 +20,26 @@ PARTS.table = (s, host) => {
   host.append(s.folded ? make("details", {}, make("summary", {}, s.folded), inside) : inside);
   return [];
 };
+// Heads of columns become buttons: numbers from the largest, text from A; once more, the other way round.
+function sortable(table, columns, rows) {
+  const body = table.tBodies[0],
+    order = [...body.rows].map((row, i) => [row, rows[i]]),
+    heads = [...table.tHead.rows[0].cells];
+  heads.forEach((th, k) => {
+    const text = th.textContent === "" ? "column " + (k + 1) : th.textContent;
+    const button = make("button", { type: "button", className: "sort" }, text);
+    th.replaceChildren(button);
+    button.onclick = () => {
+      const words = columns[k][1] === "text", was = th.getAttribute("aria-sort");
+      const up = was ? was === "descending" : words;
+      heads.forEach(h => h.removeAttribute("aria-sort"));
+      th.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const by = (a, b) => words ? a[1][k].localeCompare(b[1][k], "en", { numeric: true }) : a[1][k] - b[1][k];
+      order.sort((a, b) => up ? by(a, b) : by(b, a));
+      body.append(...order.map(o => o[0]));
+    };
+  });
+}
 $("title").textContent = D.title;
 $("about").textContent = D.about;
 D.facts.forEach(([name, value, kind]) => {
