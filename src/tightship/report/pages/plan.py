@@ -293,20 +293,21 @@ def what_if(f: Frontier, base: Plan | None = None) -> Section:
     """A choice of plan: for each its numbers, what it does, and which tensors it treats otherwise than ``base`` (the
     plan that needs least, if None)."""
     base = base or f.points[0]
-    ours = _ways(f.graph, base)
+    sizes: dict[str, int] = {}
+    ours = _ways(f.graph_of(base), base, sizes)
     plans = []
     for p in f.points:
-        ways = _ways(f.graph, p)
-        does = []
+        graph, change = f.graph_of(p), f.change_of(p)
+        ways = _ways(graph, p, sizes)
+        does: list[list[Any]] = [] if change is None else [[change.how, None, 0]]
         for kind, word in _DOES.items():
-            moved = [s for step in p.steps if step.kind == kind for s in step.storages]
+            moved = [graph.storages[s].size for step in p.steps if step.kind == kind for s in step.storages]
             if moved:
-                does.append([word, len(moved), sum(f.graph.storages[s].size for s in moved)])
-        other = [s for s in ours.keys() | ways.keys() if ours.get(s) != ways.get(s)]
-        other.sort(key=lambda s: (-f.graph.storages[s].size, s))
+                does.append([word, p.count(kind), sum(moved)])
+        other = sorted(ours.items() ^ ways.items(), key=lambda way: (-sizes[way[0]], way[0]))
         changes = [
-            [f.graph.storages[s].name, ours.get(s, "kept"), ways.get(s, "kept"), f.graph.storages[s].size]
-            for s in other
+            [name, ours.get(name, "kept"), ways.get(name, "kept"), sizes[name]]
+            for name in dict.fromkeys(name for name, _ in other)
         ]
         facts = [(n.heading, n.of(f, p), n.unit) for n in POINT if n.key != "changes"]
         facts.insert(2, ("time", p.time, "seconds"))
@@ -316,14 +317,16 @@ def what_if(f: Frontier, base: Plan | None = None) -> Section:
     return {"kind": "whatif", "heading": "What if?", "plans": plans, "columns": names, "base": about}
 
 
-def _ways(graph: Graph, plan: Plan) -> dict[int, str]:
-    """What is done with each storage that is not kept all the time."""
-    found: dict[int, set[str]] = {}
+def _ways(graph: Graph, plan: Plan, sizes: dict[str, int]) -> dict[str, str]:
+    """What is done with each storage that is not kept all the time, by its name, which it has in changed graphs too;
+    notes their ``sizes``."""
+    found: dict[str, set[str]] = {}
     for step in plan.steps:
         if step.kind in _DOES:
-            for s in step.storages:
-                found.setdefault(s, set()).add(_DOES[step.kind])
-    return {s: " and ".join(sorted(words)) for s, words in found.items()}
+            for s in (graph.storages[s] for s in step.storages):
+                found.setdefault(s.name, set()).add(_DOES[step.kind])
+                sizes[s.name] = s.size
+    return {name: " and ".join(sorted(words)) for name, words in found.items()}
 
 
 def _chart(f: Frontier) -> Section:

@@ -21,7 +21,7 @@ PARTS.whatif = (s, host) => {
       d.dataset.plan = heading;
       return make("div", {}, make("dt", {}, heading), d);
     }));
-    const said = p.does.map(([word, n, bytes]) => `${n} ${word} (${size(bytes)})`).join(", ");
+    const said = p.does.map(([word, n, bytes]) => n === null ? word : `${n} ${word} (${size(bytes)})`).join(", ");
     does.textContent = (said || "Everything is kept") + ". " + (p.changed ?
       `${p.changed} tensors are treated otherwise than in ${s.base}:` :
       `No tensor is treated otherwise than in ${s.base}.`);
