@@ -3,7 +3,7 @@ what a memory snapshot says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tightship.files import PathLike, write_file
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from tightship.diagnose.decisions import Differences, Why
     from tightship.diagnose.snapshot import DeviceReport
+    from tightship.planners.batch import BatchSize
 
 __all__ = ["Compared", "Explained", "Frontier", "Planned", "SplitPlanned"]
 
@@ -44,6 +45,8 @@ class Planned(_Printed):
 
     plan: Plan
     graph: Graph
+    batches: tuple[BatchSize, ...] = field(default=(), kw_only=True)
+    """What was looked at to find the largest batch."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -59,7 +62,8 @@ class Planned(_Printed):
         """The plan's numbers as the keys that other programs read (``--json``)."""
         from tightship.report.numbers import plan_rows
 
-        return plan_rows(self.plan, self.graph)
+        more = {"batches": [asdict(b) for b in self.batches]} if self.batches else {}
+        return plan_rows(self.plan, self.graph) | more
 
     @property
     def drawn(self) -> Plan:
@@ -99,7 +103,8 @@ class Planned(_Printed):
         """One HTML page with everything on it: works offline, needs nothing beside it."""
         from tightship.report.pages.plan import plan_page
 
-        write_file(path, plan_page(self.graph, self.plan, title=title).encode())
+        page = plan_page(self.graph, self.plan, title=title, batches=self.batches)
+        write_file(path, page.encode())
 
     def arena_header(self, path: PathLike, *, title: str = "") -> None:
         """A C header with the arena's size and each tensor's offset, for devices. Raises ``BadInput`` for a plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,9 @@ from tightship.frontends.torch.structure import batch_size, batched, resized
 from tightship.graph import Graph, Value
 from tightship.planners.batch import max_batch
 from tightship.planners.default import Options, plan
+from tightship.report.text import batch_table, rendered
+from tightship.result import Planned
+from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
 QUICK = Options(work=200_000, seconds=20.0, hand_out=False)
@@ -40,6 +43,23 @@ def test_the_largest_batch_fits_and_the_next_does_not(start: int) -> None:
     assert found.graph.storages[0].size == 64 * found.batch
     with pytest.raises(Infeasible):
         plan(sized(found.batch + 1), budget, QUICK)
+
+
+def test_what_each_size_needs() -> None:
+    budget = 64 * 100
+    found = max_batch(sized, budget, QUICK, start=8)
+    assert [b.batch for b in found.sizes] == sorted({*found.tried, 9})
+    for b in found.sizes:
+        graph = sized(b.batch)
+        assert (b.unplanned_peak, b.time_before) == (replay(graph, baseline(graph)).peak, plan(graph).time)
+        assert b.met is found.tried.get(b.batch) and (b.peak is not None) == bool(b.met)
+        assert b.peak is None or (b.peak <= budget and b.time is not None)
+    best = next(b for b in found.sizes if b.batch == found.batch)
+    assert (best.peak, best.time) == (found.plan.peak, found.plan.time)
+    shown = Planned(found.plan, found.graph, batches=found.sizes)
+    assert shown.rows()["batches"] == [asdict(b) for b in found.sizes]
+    text = rendered([batch_table(found.sizes)])
+    assert "no plan" in text and str(found.batch) in text
 
 
 def test_when_not_even_one_fits() -> None:
@@ -84,8 +104,10 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ign
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     args = ["plan", "some_net:make", "--max-batch", "--work", "200000"]
-    assert main([*args, "-b", "200kB", "--json", "-o", "p.json"]) == 0
+    assert main([*args, "-b", "200kB", "--json", "-o", "p.json", "--report", "p.html"]) == 0
     rows = json.loads(capsys.readouterr().out)
+    assert any(b["batch"] == rows["batch"] and b["met"] for b in rows["batches"])
+    assert "Batch sizes" in Path("p.html").read_text(encoding="utf-8")
     assert rows["batch"] > 4 and rows["met"] and {"batch": rows["batch"], "met": True} in rows["tried"]
     assert main(["verify", "p.json"]) == 0
     assert rows["unit"] == 1 and rows["refused"] == {}

@@ -231,14 +231,18 @@ def max_batch(chosen: argparse.Namespace, out: Output) -> int:
         request = BatchRequest(step, read_budget(chosen), dim, options)
         best = request.solve(lambda text: line.say(text, always=True))
     from tightship.frontends.torch.structure import batched
+    from tightship.report.text import batch_table
 
-    answer = Planned(best.plan, best.graph).changed(source=chosen.source, command=chosen.command)
+    answer = Planned(best.plan, best.graph, batches=best.sizes).changed(
+        source=chosen.source, command=chosen.command
+    )
     tried = [{"batch": n, "met": met} for n, met in best.tried.items()]
     rows = {"batch": best.batch, "tried": tried, "unit": best.unit, "refused": best.refused}
     rows |= {"interrupted": best.interrupted} | answer.rows()
-    text: list[str] = [*_batch_lines(best, dim, *batched(step.sample, dim)), str(answer)]
+    text: list[Any] = [*_batch_lines(best, dim, *batched(step.sample, dim)), "", batch_table(best.sizes), ""]
+    text.append(str(answer))
     write_targets(answer, files, rows, text)
-    out.answer(rows, "\n".join(text))
+    out.answer(rows, text)
     return INTERRUPTED if best.interrupted else 0
 
 

@@ -48,9 +48,6 @@ class MemoryPolicy:
         if self.budget is None:
             raise BadInput("a policy needs a budget, such as 60GiB", place="MemoryPolicy")
         parse_budget(self.budget)
-        if self.budget is None:
-            raise BadInput("a policy needs a budget, such as 60GiB", place="MemoryPolicy")
-        parse_budget(self.budget)
         read_options(self.options, "MemoryPolicy")  # type: ignore[arg-type]
 
     def __call__(self, gm: GraphModule, *, config: Any = None) -> GraphModule:

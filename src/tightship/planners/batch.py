@@ -17,9 +17,10 @@ from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import default
+from tightship.simulate import baseline, replay
 from tightship.units import Budget, parse_budget
 
-__all__ = ["LARGEST", "MaxBatch", "max_batch"]
+__all__ = ["LARGEST", "BatchSize", "MaxBatch", "max_batch"]
 
 LARGEST = 1 << 20
 _CLOSE = 64
@@ -29,10 +30,23 @@ GraphOf = Callable[[int], Graph]
 
 
 @dataclass(frozen=True)
+class BatchSize:
+    """A size that was looked at: bytes and seconds of a step as it is, and of the plan within the budget. ``met``:
+    whether there is one, None where none was looked for."""
+
+    batch: int
+    unplanned_peak: int
+    time_before: float
+    met: bool | None = None
+    peak: int | None = None
+    time: float | None = None
+
+
+@dataclass(frozen=True)
 class MaxBatch:
     """``batch`` is the largest size found, ``plan`` fits its ``graph``; ``tried`` says of each size whether there was
     a plan (True) or not; ``refused`` why a size does not run. Sizes are multiples of ``unit``. ``interrupted``: the
-    search was ended, and a larger one may fit."""
+    search was ended, and a larger one may fit. ``sizes``: all that ran, the smallest first."""
 
     batch: int
     plan: Plan
@@ -41,6 +55,7 @@ class MaxBatch:
     refused: dict[int, str] = field(default_factory=dict)
     unit: int = 1
     interrupted: bool = False
+    sizes: tuple[BatchSize, ...] = ()
 
 
 def max_batch(
@@ -76,7 +91,16 @@ def max_batch(
         search.plans[smallest] = default.plan(search.graphs[smallest], budget, options)
     best = max(search.plans)
     tried = {n: n in search.plans for n in sorted(search.tried | {best})}
-    return MaxBatch(best, search.plans[best], search.graphs[best], tried, search.refused, unit, interrupted)
+    return MaxBatch(
+        best,
+        search.plans[best],
+        search.graphs[best],
+        tried,
+        search.refused,
+        unit,
+        interrupted,
+        search.sizes(),
+    )
 
 
 @dataclass(frozen=True)
@@ -122,6 +146,16 @@ class _Search:
             # Batch norm at 1: larger ones may run, and fit.
             small = not self.plans and not self.runs(middle * unit)
             low, high = (middle, high) if small or self.fits(middle * unit) else (low, middle)
+
+    def sizes(self) -> tuple[BatchSize, ...]:
+        """Of every size that runs, what is known."""
+        found = []
+        for n, graph in sorted(self.graphs.items()):
+            before, plan = replay(graph, baseline(graph)), self.plans.get(n)
+            met = n in self.plans if n in self.tried or plan is not None else None
+            known = () if plan is None else (plan.peak, plan.time)
+            found.append(BatchSize(n, before.peak, before.time, met, *known))
+        return tuple(found)
 
     def fits(self, n: int) -> bool:
         if n not in self.tried:

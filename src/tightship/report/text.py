@@ -17,6 +17,7 @@ from tightship.diagnose.changes import Change
 from tightship.graph import Graph
 from tightship.machine import LOSSY
 from tightship.plan import Plan, Step
+from tightship.planners.batch import BatchSize
 from tightship.planners.frontier import Frontier
 from tightship.report.numbers import (
     POINT,
@@ -36,7 +37,7 @@ from tightship.simulate import Timeline, baseline, replay
 from tightship.units import NARROW, format_bytes, format_seconds, percent
 
 __all__ = [
-    "Chart", "Fitting", "change_lines", "describe", "frontier_tables", "new_table", "peak_lines",
+    "Chart", "Fitting", "batch_table", "change_lines", "describe", "frontier_tables", "new_table", "peak_lines",
     "peak_tables", "plan_chart", "remedy_table", "rendered", "share_table", "share_tables",
 ]  # fmt: skip
 
@@ -87,6 +88,17 @@ def remedy_table(remedies: Sequence[Any]) -> RenderableType:
 
 
 # --- a plan ---
+
+
+def batch_table(batches: Sequence[BatchSize]) -> RenderableType:
+    """What a step needs at the sizes of the batch that were looked at; seconds of one of the batch are modeled."""
+    table = new_table("batch", "as it is", "planned", "time for each", "planned")
+    for b in batches:
+        peak = format_bytes(b.peak) if b.peak is not None else "no plan" if b.met is False else ""
+        time = "" if b.time is None else format_seconds(b.time / b.batch)
+        before = format_seconds(b.time_before / b.batch)
+        table.add_row(str(b.batch), format_bytes(b.unplanned_peak), peak, before, time)
+    return table
 
 
 def describe(plan: Plan, graph: Graph | None = None) -> str:

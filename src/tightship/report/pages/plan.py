@@ -8,6 +8,7 @@ from typing import Any
 
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
+from tightship.planners.batch import BatchSize
 from tightship.planners.frontier import Frontier, budget_of
 from tightship.report.numbers import (
     BANDS,
@@ -40,9 +41,11 @@ def plan_page(
     title: str = "",
     rows: Mapping[str, Any] | None = None,
     before: Graph | None = None,
+    batches: Sequence[BatchSize] = (),
 ) -> str:
     """The page's text. ``rows``: the plan's numbers where they are not those of ``summary``: of a module, whose peak
-    counts bytes that its graph does not have. ``before``: what there was, where planning changed what ops call."""
+    counts bytes that its graph does not have. ``before``: what there was, where planning changed what ops call.
+    ``batches``: the sizes that were looked at to find the largest that fits."""
     s = dict(plan_rows(plan, graph) if rows is None else rows)
     facts: list[Fact] = [(n.heading, s[n.key], n.unit) for n in NUMBERS if n.heading and n.key in s]
     about = f"{s['planner']}, planned in {format_seconds(s['seconds'])}; {len(plan.steps)} steps"
@@ -51,6 +54,7 @@ def plan_page(
     unplanned = replay(before, baseline(before)).peak
     beside = (s["peak_before"] - unplanned, s["peak_after"] - plan.peak)
     sections = steps_of(before, graph, plan, marks(s["budget"], s["lower_bound"]), beside)
+    sections[1:1] = batch_sizes(batches)
     return page_of(title or f"Plan for {graph.name}", about, facts, sections, s)
 
 
@@ -235,6 +239,25 @@ def modules(graph: Graph, plan: Plan) -> list[Section]:
     section = table("What each module costs", names, rows) | {"sortable": True}
     more = f"; the {_COSTS} of {len(costs)} with the largest share of the peak" if len(costs) > _COSTS else ""
     return [section | {"said": f"each with all that is inside it{more}"}]
+
+
+def batch_sizes(batches: Sequence[BatchSize]) -> list[Section]:
+    """What a step needs at other sizes of the batch; nothing without any."""
+    names = [("batch", "count"), ("as it is", "bytes"), ("plan", "text"), ("with it", "bytes")]
+    names += [("time for each", "seconds"), ("with the plan", "seconds")]
+    words = {True: "found", False: "none", None: "not looked for"}
+    rows = [
+        [
+            b.batch,
+            b.unplanned_peak,
+            words[b.met],
+            b.peak,
+            b.time_before / b.batch,
+            b.time and b.time / b.batch,
+        ]
+        for b in batches
+    ]
+    return [table("Batch sizes", names, rows) | {"said": "seconds are modeled"}] if rows else []
 
 
 def steps_of(
