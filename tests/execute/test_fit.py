@@ -99,9 +99,9 @@ def test_a_first_step_that_needs_more_than_planned_is_told(fitted, monkeypatch):
     _, step = fitted("mlp", strict=False)
     update = Updater.step
 
-    def wasteful(self, gradients):
+    def wasteful(self, *given):
         held = torch.empty(1 << 20)
-        update(self, gradients)
+        update(self, *given)
         del held
 
     monkeypatch.setattr(Updater, "step", wasteful)
@@ -113,7 +113,7 @@ def test_a_first_step_that_needs_more_than_planned_is_told(fitted, monkeypatch):
 def test_a_first_step_is_held_to_the_budget(fitted, monkeypatch):
     _, step = fitted("mlp", planner=lambda graph, _: plans.keep(graph, plans.keep(graph).peak))
     update = Updater.step
-    monkeypatch.setattr(Updater, "step", lambda self, grads: (torch.empty(1 << 20), update(self, grads))[1])
+    monkeypatch.setattr(Updater, "step", lambda *given: (torch.empty(1 << 20), update(*given))[1])
     with pytest.raises(BudgetExceeded):
         step(MODELS["mlp"]()[2](0))
 
