@@ -142,24 +142,27 @@ _SCRATCH: Final = "tightship-scratch-"
 def scratch_folder() -> Iterator[Path]:
     """A folder where the system has its temporary files. It is gone with the context, and so are those that processes
     left which were killed. Raises ``BadInput`` where there can be none."""
-    import tempfile  # here, because few commands need it
+    import secrets  # here, because few commands need them
+    import tempfile
 
     folder, handle = "", -1
     try:
-        for _ in range(_TRIES):
-            folder = tempfile.mkdtemp(prefix=_SCRATCH)
-            if fcntl is None:
-                break
-            handle = os.open(folder, os.O_RDONLY)
-            if _lock(handle, where_there_are_none=True) and os.path.isdir(folder):
-                break
-            os.close(handle)  # somebody else took it for one that was left
-            handle = -1
-        _remove_scratch(os.path.dirname(folder))
-    except OSError as error:
-        _remove_folder(folder)
-        raise BadInput(f"there can be no temporary folder: {error.strerror or error}") from error
-    try:
+        try:
+            for _ in range(_TRIES):
+                # Not by mkdtemp: nobody knows the name of what it has made when a signal comes.
+                folder = os.path.join(tempfile.gettempdir(), _SCRATCH + secrets.token_hex(8))
+                os.mkdir(folder, 0o700)
+                if fcntl is None:
+                    break
+                handle = os.open(folder, os.O_RDONLY)
+                if _lock(handle, where_there_are_none=True) and os.path.isdir(folder):
+                    break
+                os.close(handle)  # somebody else took it for one that was left
+                handle = -1
+            _remove_scratch(os.path.dirname(folder))
+        except OSError as error:
+            why = error.strerror or error
+            raise BadInput(f"there can be no temporary folder: {why}") from error
         yield Path(folder)
     finally:
         _remove_folder(folder)
