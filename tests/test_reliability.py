@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -392,3 +393,32 @@ def test_a_page_may_ask_for_nothing(tmp_path: Path) -> None:
 def test_a_plan_of_absurd_numbers_is_refused() -> None:
     with pytest.raises(BadInput):
         Plan("", (), time=float("inf"))
+
+
+def test_a_scratch_folder_that_somebody_takes_for_one_that_was_left_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making and locking it; and nothing is left where a signal comes as it is made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    opened, made, taken = os.open, os.mkdir, []
+
+    def open_too_late(path: str, *how: int, **where: Any) -> int:
+        if not taken:
+            taken.append(path)
+            os.rmdir(path)
+        return opened(path, *how, **where)
+
+    def interrupted(path: str, mode: int) -> None:
+        made(path, mode)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_too_late)
+        with scratch_folder() as folder:
+            assert folder.is_dir() and str(folder) != taken[0]
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", interrupted)
+        with pytest.raises(KeyboardInterrupt), scratch_folder():
+            pass
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -154,11 +155,14 @@ def scratch_folder() -> Iterator[Path]:
                 os.mkdir(folder, 0o700)
                 if fcntl is None:
                     break
-                handle = os.open(folder, os.O_RDONLY)
-                if _lock(handle, where_there_are_none=True) and os.path.isdir(folder):
-                    break
-                os.close(handle)  # somebody else took it for one that was left
-                handle = -1
+                with contextlib.suppress(FileNotFoundError):
+                    handle = os.open(folder, os.O_RDONLY)
+                    if _lock(handle, where_there_are_none=True) and os.path.isdir(folder):
+                        break
+                    os.close(handle)
+                handle = -1  # somebody else took it for one that was left
+            else:
+                raise FileNotFoundError(errno.ENOENT, "what is made there is removed at once", folder)
             _remove_scratch(os.path.dirname(folder))
         except OSError as error:
             why = error.strerror or error

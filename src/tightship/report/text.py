@@ -92,7 +92,7 @@ def remedy_table(remedies: Sequence[Any]) -> RenderableType:
 
 def batch_table(batches: Sequence[BatchSize]) -> RenderableType:
     """What a step needs at the sizes of the batch that were looked at; seconds of one of the batch are modeled."""
-    table = new_table("batch", "as it is", "planned", "time for each", "planned")
+    table = new_table("batch", "as it is", "planned", "time for each", "with the plan")
     for b in batches:
         peak = format_bytes(b.peak) if b.peak is not None else "no plan" if b.met is False else ""
         time = "" if b.time is None else format_seconds(b.time / b.batch)
