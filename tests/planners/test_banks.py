@@ -13,6 +13,7 @@ import pytest
 from support.chains import chain, fan
 from support.commands import as_json, run
 from tightship import api
+from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Pool, Problem
 from tightship.planners.banks import Banked, assign_banks, parse_banks, problem_of, traffic_of
@@ -202,3 +203,12 @@ def test_a_problem_is_packed_into_banks_and_verified(tmp_path, monkeypatch, caps
     )
     assert status == 1 and not (tmp_path / "no.csv").exists()
     assert run("pack", "p.csv", *banks, "--capacity", "9", capsys=capsys)[0] == 2
+
+
+def test_a_bank_that_is_too_small_is_said_to_be(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "g.csv").write_text("id,lower,upper,size\na,0,3,100\nb,1,4,200\nc,3,6,300\n")
+    given = ["pack", str(tmp_path / "g.csv"), "--bank", "fast=100"]
+    assert main([*given, "--bank", "slow=100"]) == 1
+    assert "500 B of 100 B, NOT within it, 2 buffers" in capsys.readouterr().out
+    assert main([*given, "--bank", "slow"]) == 0
+    assert "NOT within" not in capsys.readouterr().out

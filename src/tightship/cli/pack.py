@@ -348,7 +348,9 @@ def _pool_rows(problem: Problem, solution: Solution) -> list[Mapping[str, Any]]:
 def _pool_lines(problem: Problem, solution: Solution) -> list[str]:
     lines = []
     for row in _pool_rows(problem, solution):
-        of = "" if row["capacity"] is None else f" of {format_bytes(row['capacity'])}"
+        most = row["capacity"]
+        of = "" if most is None else f" of {format_bytes(most)}"
+        of += ", NOT within it" if most is not None and row["heap"] is None and row["arena"] > most else ""
         heaps = f" in {len(row['heaps'])} heaps" if row["heap"] is not None else ""
         title = f"pool {row['name']}" if row["name"] else "heaps"
         lines.append(f"  {title:<11}  {format_bytes(row['arena'])}{of}{heaps}, {row['buffers']} buffers")
