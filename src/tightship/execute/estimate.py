@@ -42,7 +42,7 @@ from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 __all__ = ["DEVICES", "Device", "Estimate", "EstimateOptions", "Remedy", "Share", "estimate"]
 
 MIB: Final = 1 << 20
-log = logging.getLogger("tightship.estimate")
+_LOG = logging.getLogger("tightship.estimate")
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Estimate(Shown):
             raise Infeasible(
                 budget=limit, lower_bound=self.static, best_peak=least, at=f"a batch of {min(known)}"
             )
-        log.info("largest batch within %s: %d (the sample has %d)", format_bytes(limit), found, size)
+        _LOG.info("largest batch within %s: %d (the sample has %d)", format_bytes(limit), found, size)
         return found
 
     def rows(self, memory: BudgetLike = None) -> dict[str, Any]:
