@@ -463,6 +463,12 @@ def forward_sequence() -> int:
     return int(torch.autograd._get_sequence_nr()) - 1
 
 
+def backward_node() -> str:
+    """Name of the autograd node being run in the backward pass, or nothing."""
+    node = _current_autograd_node()
+    return "" if node is None else str(node.name())
+
+
 def backward_sequence() -> int:
     """Sequence number of the autograd node being run in the backward pass, or -1."""
     node = _current_autograd_node()

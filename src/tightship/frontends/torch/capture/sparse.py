@@ -2,7 +2,8 @@
 
 Autograd makes such a gradient, adds several up and hands it to the parameter by a handful of ops
 (torch/csrc/autograd/functions/accumulate_grad.h, torch/csrc/autograd/input_buffer.cpp). What makes the two parts is
-recorded; sums, whose rows follow from data, are done with the update. The copy that eager makes of a gradient that it
+recorded; sums, and leaving out rows of padding, after which the number of rows follows from data, are done with the
+update. The copy that eager makes of a gradient that it
 cannot take over changes nothing.
 """
 
@@ -20,13 +21,17 @@ __all__ = ["Pair", "SparseGradients"]
 
 _aten = torch.ops.aten
 _MAKE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
+_NOT, _SELECT = _aten.ne.Scalar, _aten.index.Tensor
+_EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 
 
 class Pair(NamedTuple):
-    """``rows`` (1, n) says which rows of a table get the ``values`` (n, …); rows may come several times."""
+    """``rows`` (1, n) says which rows of a table get the ``values`` (n, …), but ``padding``; rows may come several
+    times."""
 
     rows: torch.Tensor
     values: torch.Tensor
+    padding: int | None = None
 
 
 class SparseGradients:
@@ -36,7 +41,9 @@ class SparseGradients:
         self._recording = recording
         self._known: dict[int, tuple[torch.Tensor, tuple[Pair, ...]]] = {}
         self._parts: dict[int, tuple[torch.Tensor, tuple[Pair, ...]]] = {}
-        """Stand-ins for the parts of a sum, which autograd takes out and puts together again."""
+        """Stand-ins for the parts of a sum, or with padding, which autograd takes out and puts together again."""
+        self._stays: tuple[torch.Tensor, int] | None = None
+        """A stand-in for the mask of what is not padding, and the padding, of the gradient that is being made."""
 
     def terms(self, gradient: object) -> tuple[Pair, ...]:
         """What a sparse gradient is the sum of, each added to the sum of those behind it; empty for other tensors."""
@@ -48,14 +55,18 @@ class SparseGradients:
         other op, or one whose bits would be others."""
         if fn is _MAKE:
             sparse_dims, _, shape, rows, values = args[:5]
-            terms = self._parts[id(rows)][1] if id(rows) in self._parts else (Pair(rows, values),)
+            padding, self._stays = self._stays and self._stays[1], None
+            terms = self._parts[id(rows)][1] if id(rows) in self._parts else (Pair(rows, values, padding),)
             return self._made(shape, terms) if sparse_dims == 1 else NotImplemented
+        if fn in (_NOT, _SELECT) and compat.backward_node() in _EMBEDDINGS:
+            return self._unfiltered(fn, args)
         if any(id(x) in self._parts for x in args):
             if fn in _SAME:
                 return args[0]
             raise Unplannable(
-                f"{fn} on the parts of a sum of sparse gradients", "which rows it has follows from data",
-                "sparse=False in an embedding that is used several times",
+                f"{fn} on the parts of a sum of sparse gradients, or of one with padding",
+                "which rows it has follows from data",
+                "sparse=False in the embedding",
             )  # fmt: skip
         if fn is _aten._embedding_bag_backward.default and _is_sparse_bag(args, kwargs):
             with self._recording:
@@ -69,14 +80,28 @@ class SparseGradients:
         if fn is _aten.add.Tensor and len(given) == 2 and len(first) == 1 and not kwargs:
             return self._made(shape, first + given[1])
         if fn in _PARTS:
-            return first[0][_PARTS[fn]] if len(first) == 1 else self._part(first, _PARTS[fn])
+            plain = len(first) == 1 and first[0].padding is None
+            return first[0][_PARTS[fn]] if plain else self._part(first, _PARTS[fn])
         if len(first) > 1:
             return NotImplemented
         number = first[0].rows.shape[1]
+        if first[0].padding is not None:
+            return NotImplemented
         return {_aten._nnz.default: number, _aten.is_coalesced.default: number < 2}.get(fn, NotImplemented)
 
+    def _unfiltered(self, fn: Any, args: tuple[Any, ...]) -> Any:
+        """All rows, where ``embedding_sparse_backward`` leaves out those of padding."""
+        if fn is _NOT:
+            self._stays = torch.empty_like(args[0], dtype=torch.bool), args[1]
+            return self._stays[0]
+        given, (mask,) = args
+        if self._stays is None or mask is not self._stays[0]:
+            return NotImplemented
+        with self._recording:
+            return given.reshape(-1, *given.shape[mask.dim() :])
+
     def _made(self, shape: Any, terms: tuple[Pair, ...]) -> torch.Tensor:
-        made = compat.sparse_tensor(shape, *terms[0])
+        made = compat.sparse_tensor(shape, terms[0].rows, terms[0].values)
         self._known[id(made)] = made, terms  # kept, so that nothing else gets its id
         return made
 

@@ -18,6 +18,7 @@ from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
 from tightship.frontends.torch.capture.tape import Origin, Tape, TapeValue, Tracker
 from tightship.frontends.torch.collectives import reduced, share
+from tightship.frontends.torch.optimizer.copy import Rows
 from tightship.frontends.torch.optimizer.updates import (
     Member,
     Several,
@@ -415,10 +416,12 @@ class Capture:
 
         return map_leaves(leaf, out, lambda x: any(x is c for c in given))
 
-    def _rows(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-        """Of the sparse ones, how many rows each of their terms has."""
+    def _rows(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, tuple[Rows, ...]]:
+        """Those of the terms of the sparse ones."""
         terms = {n: self.recorder.sparse.terms(g) for n, g in gradients.items()}
-        return {n: tuple(t.rows.shape[1] for t in found) for n, found in terms.items() if found}
+        return {
+            n: tuple(Rows(t.rows.shape[1], t.padding) for t in found) for n, found in terms.items() if found
+        }
 
     def _name_gradient(self, name: str, grad: torch.Tensor) -> None:
         terms = self.recorder.sparse.terms(grad)

@@ -9,7 +9,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ __all__ = [
     "Path",
     "Plain",
     "Rehearsal",
+    "Rows",
+    "Term",
     "Turns",
     "bare",
     "blank_term",
@@ -138,7 +140,7 @@ class Rehearsal:
     """An update on copies of parameters and state, run as often as one likes; changes nothing real.
 
     ``fill`` before each ``run`` says what the gradients are; a call does both, with gradients of zeros. ``alone``: as
-    for `copied`. ``rows``: by a parameter's id, how many the terms of its gradient have, if that is sparse.
+    for `copied`. ``rows``: by a parameter's id, those of the terms of its gradient, if that is sparse.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class Rehearsal:
         params: Sequence[torch.Tensor],
         *,
         alone: bool,
-        rows: Mapping[int, Sequence[int]],
+        rows: Mapping[int, Sequence[Rows]],
     ) -> None:
         others = {id(p): torch.nn.Parameter(p.detach().clone(), p.requires_grad) for p in params}
         self._made = copied(optimizer, others, alone=alone)
@@ -167,7 +169,7 @@ class Rehearsal:
         self._filled += 1
         for q, terms in self._sparse:
             _spread(terms, q.shape[0], self._filled)
-        values = [x for _, terms in self._sparse for x, _ in terms]
+        values = [t.values for _, terms in self._sparse for t in terms]
         for g in (*values, *(g for _, g in self._pairs)):
             flat = g.as_strided((g.untyped_storage().nbytes() // g.itemsize,), (1,), 0)
             if scale:
@@ -196,19 +198,39 @@ class Rehearsal:
         return bool(self._counters)
 
 
-Term = tuple[torch.Tensor, torch.Tensor]
-"""The values (n, …) that a sparse gradient adds to rows (1, n) of a table, and these."""
+class Rows(NamedTuple):
+    """How many rows of a table a term of a sparse gradient names; ``padding`` is not to be changed by it."""
+
+    number: int
+    padding: int | None = None
 
 
-def blank_term(param: torch.Tensor, number: int) -> Term:
+class Term(NamedTuple):
+    """``rows`` (1, n) says which rows of a table get the ``values`` (n, …), but ``padding``; rows may come several
+    times."""
+
+    values: torch.Tensor
+    rows: torch.Tensor
+    padding: int | None = None
+
+    def without_padding(self) -> Term:
+        """Torch's own filter (embedding_sparse_backward in aten/src/ATen/native/Embedding.cpp)."""
+        if self.padding is None:
+            return self
+        stays = self.rows[0] != self.padding
+        return Term(self.values[stays], self.rows[0][stays][None])
+
+
+def blank_term(param: torch.Tensor, rows: Rows) -> Term:
     """One of so many rows, of zeros."""
-    values = torch.zeros(number, *param.shape[1:], dtype=param.dtype, device=param.device)
-    return values, torch.zeros(1, number, dtype=torch.int64, device=param.device)
+    values = torch.zeros(rows.number, *param.shape[1:], dtype=param.dtype, device=param.device)
+    return Term(values, torch.zeros(1, rows.number, dtype=torch.int64, device=param.device), rows.padding)
 
 
-def sparse_gradient(param: torch.Tensor, terms: Sequence[Term]) -> torch.Tensor:
+def sparse_gradient(param: torch.Tensor, terms: Iterable[Term]) -> torch.Tensor:
     """The gradient of a table as autograd makes it: each term plus the sum of those behind it."""
-    made = [compat.sparse_tensor(param.shape, rows, values) for values, rows in terms]
+    plain = (term.without_padding() for term in terms)
+    made = [compat.sparse_tensor(param.shape, t.rows, t.values) for t in plain]
     while len(made) > 1:
         last = made.pop()
         made[-1] = made[-1] + last
@@ -219,8 +241,8 @@ def _spread(terms: Sequence[Term], length: int, time: int) -> None:
     """Gives the terms other rows of a table of that ``length``. Every second time no two are the same, as far as
     there are so many, and no term has one of another's, with which it would be merged; else some, or one for each."""
     at = 0
-    for left, (_, rows) in zip(
-        range(len(terms), 0, -1), sorted(terms, key=lambda t: t[1].shape[1]), strict=True
+    for left, (_, rows, _) in zip(
+        range(len(terms), 0, -1), sorted(terms, key=lambda t: t.rows.shape[1]), strict=True
     ):
         number = rows.shape[1]
         own = min(number, (length - at) // left)

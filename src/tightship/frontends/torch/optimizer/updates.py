@@ -22,6 +22,8 @@ from tightship.frontends.torch.optimizer.copy import (
     Disagreement,
     Path,
     Rehearsal,
+    Rows,
+    Term,
     Turns,
     bare,
     blank_term,
@@ -65,7 +67,7 @@ _INDEPENDENT = (
 )  # fmt: skip
 
 
-_NONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+_NONE: Mapping[str, tuple[Rows, ...]] = MappingProxyType({})
 
 _SPARSE = ("Adagrad", "SGD", "SparseAdam")
 """Those that step a parameter by a sparse gradient, and keep no sparse state."""
@@ -74,7 +76,7 @@ _SPARSE = ("Adagrad", "SGD", "SparseAdam")
 @dataclass(frozen=True)
 class Member:
     """A parameter that an updater steps: its place in the optimizer, its name in the model, and its state's tensors,
-    ``state_like`` being of the right metadata (perhaps fake). ``rows``: how many the terms of its gradient have, if
+    ``state_like`` being of the right metadata (perhaps fake). ``rows``: those of the terms of its gradient, if
     that is sparse."""
 
     group: int
@@ -83,7 +85,7 @@ class Member:
     state_keys: tuple[Any, ...]
     state_like: tuple[torch.Tensor, ...]
     has_state: bool = True  # be it without tensors
-    rows: tuple[int, ...] = ()
+    rows: tuple[Rows, ...] = ()
 
     def materialized(self, optimizer: Any) -> bool:
         """Whether all of the state exists (optimizers create it at their first step)."""
@@ -155,7 +157,10 @@ class Updater:
         rest, made = iter(sparse), list(gradients)
         for k, m in enumerate(self.members):
             if m.rows:
-                terms = [(made[k], next(rest)), *((next(rest), next(rest)) for _ in m.rows[1:])]
+                terms = [
+                    Term(made[k] if not n else next(rest), next(rest), r.padding)
+                    for n, r in enumerate(m.rows)
+                ]
                 made[k] = sparse_gradient(m.param, terms)
         return made
 
@@ -230,12 +235,14 @@ class Updates:
         return tuple(found)
 
     def ops_of(
-        self, part: int, gradients: Collection[str], sparse: Mapping[str, tuple[int, ...]]
+        self, part: int, gradients: Collection[str], sparse: Mapping[str, tuple[Rows, ...]]
     ) -> list[Updater]:
         """As `ops`, of the optimizer of that number: the only one."""
         return self.ops(gradients, sparse)
 
-    def ops(self, gradients: Collection[str], sparse: Mapping[str, tuple[int, ...]] = _NONE) -> list[Updater]:
+    def ops(
+        self, gradients: Collection[str], sparse: Mapping[str, tuple[Rows, ...]] = _NONE
+    ) -> list[Updater]:
         """The updaters of a step in which the parameters of these names get a gradient; how many rows its terms
         have, where it is ``sparse``.
 
@@ -282,11 +289,13 @@ class SeveralUpdates:
     def notes(self) -> tuple[str, ...]:
         return tuple(note for u in self.parts for note in u.notes)
 
-    def ops(self, gradients: Collection[str], sparse: Mapping[str, tuple[int, ...]] = _NONE) -> list[Updater]:
+    def ops(
+        self, gradients: Collection[str], sparse: Mapping[str, tuple[Rows, ...]] = _NONE
+    ) -> list[Updater]:
         return [u for k in range(len(self.parts)) for u in self.ops_of(k, gradients, sparse)]
 
     def ops_of(
-        self, part: int, gradients: Collection[str], sparse: Mapping[str, tuple[int, ...]]
+        self, part: int, gradients: Collection[str], sparse: Mapping[str, tuple[Rows, ...]]
     ) -> list[Updater]:
         """Those of the optimizer of that number."""
         found = self.parts[part].ops(gradients, sparse)
@@ -489,12 +498,12 @@ _FIRST_STEPS = 12
 
 
 class Row(NamedTuple):
-    """A parameter: its group, itself, its name, and how many rows the terms of a sparse gradient have."""
+    """A parameter: its group, itself, its name, and the rows of the terms of a sparse gradient."""
 
     group: int
     param: torch.Tensor
     name: str
-    rows: tuple[int, ...]
+    rows: tuple[Rows, ...]
 
 
 @dataclass(frozen=True)
@@ -584,7 +593,7 @@ def _on_copies(
         others = {id(p): torch.nn.Parameter(scratch(p), p.requires_grad) for p in params}
         made = copied(optimizer, others, alone=not held)
         pairs = [
-            (q, sparse_gradient(q, [blank_term(q, 1)]) if i in sparse else torch.zeros_like(q))
+            (q, sparse_gradient(q, [blank_term(q, Rows(1))]) if i in sparse else torch.zeros_like(q))
             for i, q in others.items()
         ]
         keeps, before = False, dict[Path, torch.Tensor]()
