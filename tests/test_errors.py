@@ -8,6 +8,7 @@ from tightship import errors
 from tightship.errors import (
     BadInput,
     BudgetExceeded,
+    CheckFailed,
     Infeasible,
     InternalError,
     PeerFailed,
@@ -33,6 +34,7 @@ EXAMPLES = [
     InternalError(KeyError("a")),
     VerificationFailed(["overlap at step 3"], "plan.json"),
     BudgetExceeded("conv", 4096, 1024, "stem · net.py:3"),
+    CheckFailed("model.py:7"),
     PeerFailed({1: "ValueError: no"}, "planning"),
     Unsupported("double backward", "the graph has none", "use eager"),
     Unplannable("a mask of activations", "its shape follows from what the step computes", "use torch.where"),
@@ -51,7 +53,9 @@ def test_every_public_error_is_of_the_family_and_has_an_example() -> None:
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=by_name)
 def test_exit_status_says_not_achievable_or_bad_input(error: TightshipError) -> None:
-    not_achievable = isinstance(error, (Infeasible, VerificationFailed, BudgetExceeded, PeerFailed))
+    not_achievable = isinstance(
+        error, (Infeasible, VerificationFailed, BudgetExceeded, CheckFailed, PeerFailed)
+    )
     assert error.exit_status == (1 if not_achievable else 3 if isinstance(error, InternalError) else 2)
 
 

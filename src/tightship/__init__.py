@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from tightship.errors import (
         BadInput,
         BudgetExceeded,
+        CheckFailed,
         Infeasible,
         PeerFailed,
         TightshipError,
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadInput",
     "BudgetExceeded",
+    "CheckFailed",
     "DataParallel",
     "Frontier",
     "Graph",
@@ -107,8 +109,8 @@ __all__ = [
 
 _FROM = {
     "tightship.errors": (
-        "BadInput", "BudgetExceeded", "Infeasible", "PeerFailed", "TightshipError", "UnknownAlias", "UnknownSize",
-        "Unsupported", "VerificationFailed",
+        "BadInput", "BudgetExceeded", "CheckFailed", "Infeasible", "PeerFailed", "TightshipError", "UnknownAlias",
+        "UnknownSize", "Unsupported", "VerificationFailed",
     ),
     "tightship.graph": ("Graph",),
     "tightship.plan": ("Plan",),

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 __all__ = [
     "BadInput",
     "BudgetExceeded",
+    "CheckFailed",
     "Infeasible",
     "InternalError",
     "PeerFailed",
@@ -291,6 +292,21 @@ class BudgetExceeded(TightshipError):
         where = f" at {place}" if place else ""
         super().__init__(
             f"op {op!r}{where} asked for {_bytes(asked)}, more than is left of the budget of {_bytes(budget)}"
+        )
+
+
+class CheckFailed(TightshipError, ValueError, AssertionError):
+    """A check of the step's own code at ``place``, which it makes of what it computes, fails: eager raises an error
+    there. Parameters and optimizer state are as before the step. It is what such checks raise, so that code which
+    goes on after those goes on."""
+
+    exit_status: ClassVar[int] = 1
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        super().__init__(
+            f"the code's own check at {place} fails: eager raises an error there, in the middle of the forward pass; "
+            "the step has changed no parameter. Run the batch in eager for the text, or leave it out"
         )
 
 

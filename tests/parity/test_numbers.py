@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import itertools
 import random
 from types import SimpleNamespace
@@ -146,6 +147,32 @@ def test_weights_from_a_generator():
         return cross_entropy(model(batch[0]), batch[1]) * next(weights)
 
     return Loop(model, loss_fn, sgd(model))
+
+
+@identical()
+def test_weights_from_a_file():
+    """A line for each step; fit has read none of them when it is back."""
+    model, weights = mlp(), io.StringIO("1.0\n0.5\n0.25\n" * 4)
+
+    def loss_fn(model, batch):
+        return cross_entropy(model(batch[0]), batch[1]) * float(weights.readline())
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+class Log(io.TextIOWrapper):
+    """As pytest, wandb and others put into the place of standard output: pickling would close what is below it."""
+
+
+@identical()
+def test_code_that_can_reach_a_log():
+    model, log = mlp(), Log(io.BytesIO())
+
+    def loss_fn(model, batch):
+        log.write("a step\n")
+        return cross_entropy(model(batch[0]), batch[1])
+
+    return Loop(model, loss_fn, sgd(model), watched=lambda: log.closed)
 
 
 # --- numbers drawn by Python and NumPy ----------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from tightship.execute.prepared import Settings, Thrashing, Variant, log_plan
 from tightship.execute.script import device_of
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat, compat_inductor
+from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import FusedStep, between_blocks, fuse_step
 from tightship.frontends.torch.compat_inductor import Lowered
@@ -58,6 +59,9 @@ __all__ = ["CompiledStep", "WholePlan"]
 _NUMBERS = (
     "numbers are Inductor's: rounded as its fused kernels round, no further from exact ones than code that "
     "torch.compile makes, and with random numbers as it draws them"
+)
+_UNCHECKED = (
+    "checks that the code makes of what it computes (assertions, arguments of distributions) are left out"
 )
 
 
@@ -331,7 +335,8 @@ class _Compilation:
             raise Unsupported("ops on several devices in compiled mode", "a budget is of one device's memory")
         self.device, self.align = device or "cpu", alignment_of(device or "cpu")
         self.measured = Measured(allocator.kind_of(self.device))
-        self.notes = [_NUMBERS]
+        unchecked = any(only_raises(c.fn) for c in program.calls)
+        self.notes = [_NUMBERS, *([_UNCHECKED] if unchecked else [])]
         self.count = 0
         self.seen: dict[tuple[str, ...], Candidate[GraphModule]] = {}
         self.model: FusedStep | None = None

@@ -22,6 +22,7 @@ from tightship.frontends.torch.compat import require_torch
 
 require_torch()
 
+from torch.distributions import constraints  # noqa: E402
 from torch.nn.modules import module as _module  # noqa: E402
 from torch.nn.utils import stateless as _stateless  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
@@ -353,7 +354,7 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
     Where the data that decides the control flow is at hand (``has_data``), transformers is kept from noticing
     the fake tensors, so that it takes the path it takes in eager; otherwise it takes its tracing path.
     Attention asks for function modes, and takes a slower path under one: it is told of none.
-    Distributions do not check their arguments: whether to raise is a question to the data.
+    Without data, distributions do not check their arguments: whether to raise is a question to the data.
     Setting random states and converting a module raise ``Unplannable``, and so does TorchScript that gradients go
     through where steps are to run as they do in eager (``has_data``). With ``checkpoints``, these recompute as in
     eager, and random states may be set.
@@ -370,7 +371,10 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
         enter(_patched(torch.nn.Module, "_apply", _apply_nothing))
         enter(torch.compiler.set_stance("force_eager"))
         enter(_patched(torch.overrides, "has_torch_function", _has_own_function))
-        enter(_patched(torch.distributions.Distribution, "_validate_args", False))
+        if not has_data:
+            enter(_patched(torch.distributions.Distribution, "_validate_args", False))
+        for kind, check in _MATRICES:
+            enter(_patched(kind, "check", check))
         for owner, name in _SEEDING if not checkpoints else ():
             enter(_patched(owner, name, _refuse_seed))
         if has_data and "transformers" in sys.modules:
@@ -382,6 +386,20 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
                 # Reads the batch to warn about padding, which would make a guard of a warning.
                 enter(_patched(models.PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing))
         yield
+
+
+_symmetric = constraints.symmetric.check
+_MATRICES = (
+    (
+        type(constraints.positive_definite),
+        lambda _, x: _symmetric(x) & torch.linalg.cholesky_ex(x).info.eq(0),
+    ),
+    (
+        type(constraints.positive_semidefinite),
+        lambda _, x: _symmetric(x) & torch.linalg.eigvalsh(x).ge(0).all(-1),
+    ),
+)
+"""Checks of distributions that look at a first answer before they ask further: both at once."""
 
 
 def _without_gradients(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
 They are answered where the answer is known before the ops run: if it comes from constants, the batch, buffers or
 random numbers, a ``Guard`` repeats the question in each step; or it is folded to a constant without the data. "Are
-all numbers finite?" is folded to yes, and the program checks it in every step (``Expectation``); "is a number drawn
-from [0, 1) below 0?" needs no check. Everything else stays unanswered.
+all numbers finite?" is folded to yes, and the program checks it in every step (``Expectation``); so is a question
+whose other answer only raises an error; "is a number drawn from [0, 1) below 0?" needs no check. Everything else
+stays unanswered.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightship.errors import Unplannable, Unsupported
+from tightship.errors import CheckFailed, Unplannable, Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeValue
+from tightship.frontends.torch.capture.assertions import answer_without_error
+from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape, TapeValue
 from tightship.frontends.torch.program import Ref, evaluate, refs_in, substitute
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Questions",
     "form_of",
     "made_of",
+    "only_raises",
     "unsupported",
     "zeros_like",
 ]
@@ -37,19 +40,29 @@ __all__ = [
 class Expectation:
     """An op that only checks that a tensor of one element is what the captured control flow took it to be.
 
-    Raises ``Unsupported`` if it is not: eager would run other ops from here on.
+    If it is not, raises ``CheckFailed`` where eager raises an error, too (``raises``), else ``Unsupported``: eager
+    would run other ops from here on.
     """
 
     expected: bool
     place: str
+    raises: bool = False
 
     def __call__(self, answer: torch.Tensor) -> None:
-        if bool(answer.item()) is not self.expected:
-            raise Unsupported(
-                f"a number that is not finite at {self.place}",
-                "eager takes another path there, which the captured step does not have",
-                "lower the learning rate or run this step in eager",
-            )
+        if bool(answer.item()) is self.expected:
+            return
+        if self.raises:
+            raise CheckFailed(self.place)
+        raise Unsupported(
+            f"a number that is not finite at {self.place}",
+            "eager takes another path there, which the captured step does not have",
+            "lower the learning rate or run this step in eager",
+        )
+
+
+def only_raises(call: Any) -> bool:
+    """Whether a program's call is a check after which eager goes on the same way, or raises."""
+    return isinstance(call, Expectation) and call.raises
 
 
 @dataclass(frozen=True)
@@ -324,8 +337,13 @@ class Questions:
             if any(k >= 0 for k in reader.numbered):
                 self._guard_numbers(known.value, frozenset(reader.numbered), fn, origin)
             if not known.sure:
-                self._expect(wanted[0], known.value, origin, phase)
+                self._expect(wanted[0], Expectation(known.value, str(origin)), origin, phase)
             return known.value
+        if self._is_truth(wanted) and not self._is_known(wanted, fn, origin):
+            expected = answer_without_error()
+            if expected is not None:
+                self._expect(wanted[0], Expectation(expected, str(origin), raises=True), origin, phase)
+                return expected
         return self._ask(fn, wanted, lambda parts: fn(*parts), origin)
 
     def shapes(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
@@ -430,9 +448,19 @@ class Questions:
         """An answer that no data go into, but perhaps numbers of ``calls``."""
         self.guards.append(Guard((), answer, f"{fn} · {origin}", lambda _: answer, calls))
 
-    def _expect(self, value: int, expected: bool, origin: Origin, phase: str) -> None:
-        check = Expectation(expected, str(origin))
-        record = self._tape.call(check, "expect", (value,), ())
+    def _is_truth(self, wanted: Sequence[int]) -> bool:
+        return len(wanted) == 1 and self._tape.values[wanted[0]].dtype is torch.bool
+
+    def _is_known(self, wanted: list[int], fn: Any, origin: Origin) -> bool:
+        """Whether it follows from constants alone."""
+        try:
+            needed, sources = self._slice(wanted, fn, origin)
+        except Unsupported:
+            return False
+        return not sources and not any(r.random for r in needed)
+
+    def _expect(self, value: int, check: Expectation, origin: Origin, phase: str) -> None:
+        record = self._tape.call(check, CHECK, (value,), ())
         record.effect, record.origin, record.phase = True, origin, phase
 
     def _slice(

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch import compat, compat_distributed, compat_inductor
+from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.optimizer.copy import Path, bare
 from tightship.frontends.torch.optimizer.updates import Updater, each, independent
 from tightship.frontends.torch.program import Program, dtype_of, flat, refs_in, substitute
@@ -124,7 +125,7 @@ class _Flattening:
                     "a collective op in compiled mode", "ranks would wait for each other while bytes are measured",
                     'use mode="exact"',
                 )  # fmt: skip
-            if not isinstance(call.fn, (Updater, torch._ops.OpOverload)):
+            if not isinstance(call.fn, (Updater, torch._ops.OpOverload)) and not only_raises(call.fn):
                 raise Unsupported(
                     f"{op.target} at {graph.place(graph.ops.index(op))} in compiled mode", "it is no op"
                 )
@@ -152,6 +153,8 @@ class _Flattening:
             args, kwargs = substitute((call.args, call.kwargs), read)
             if isinstance(call.fn, Updater):
                 _update(call.fn, args, numbers)
+                continue
+            if only_raises(call.fn):
                 continue
             out = _AS_INDUCTOR.get(str(call.fn), call.fn)(*args, **kwargs)
             for v, t in zip(call.results, flat(out), strict=True):

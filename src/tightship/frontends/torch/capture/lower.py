@@ -156,9 +156,10 @@ def finish(
     replays = {k: _renumbered(r.replay, number) for k, r in enumerate(records) if r.replay is not None}
     owned = _owned_values(tape, number)
     by_base = {values[0]: values for values in owned.values()}
+    checks = [k for k, r in enumerate(records) if r.checks]
     ops = tuple(
-        _op(r, n, c, by_base, number, overwrites(tape, r), tape.on_cuda)
-        for r, n, c in zip(records, names, calls, strict=True)
+        _op(r, n, c, by_base, number, overwrites(tape, r), tape.on_cuda, _before(k, r, checks))
+        for k, (r, n, c) in enumerate(zip(records, names, calls, strict=True))
     )
     slots = tuple(Slot(number.value[v], role, key) for v, role, key in given)
     inputs = [s.value for s in slots]
@@ -249,9 +250,14 @@ def _renumbered(call: Call, number: Numbers) -> Call:
     return Call(call.fn, args, kwargs, tuple(number.value[v] if v >= 0 else -1 for v in call.results))
 
 
+def _before(k: int, r: Record, checks: Sequence[int]) -> list[int]:
+    """A check that fails leaves the step without an update, as an error in eager's forward pass does."""
+    return [c for c in checks if c < k] if r.phase == "update" else []
+
+
 def _op(
     r: Record, name: str, call: Call, by_base: Mapping[int, list[int]], number: Numbers,
-    over: tuple[tuple[int, int], ...], on_cuda: bool,
+    over: tuple[tuple[int, int], ...], on_cuda: bool, after: Sequence[int],
 ) -> Op:  # fmt: skip
     defined = [v for v in r.results if v >= 0]
     saved = r.random and not r.effect and not (on_cuda and r.device == "cpu")  # there, no bytes are planned
@@ -266,6 +272,7 @@ def _op(
         overwrites=tuple((number.storage[a], number.storage[b]) for a, b in over),
         state=compat.random_state(r.device) if saved else 0,
         effect=r.effect,
+        control=tuple(after),
         flops=r.flops,
         phase=r.phase,
         device=r.device,

@@ -27,7 +27,7 @@ from tightship.frontends.torch.collectives import collective
 from tightship.frontends.torch.program import Call, Ref, leaves_in, map_tree, refs_in
 from tightship.graph import aligned, alignment_of
 
-__all__ = ["Origin", "Record", "Tape", "TapeStorage", "TapeValue", "Tracker"]
+__all__ = ["CHECK", "Origin", "Record", "Tape", "TapeStorage", "TapeValue", "Tracker"]
 
 
 _TIGHTSHIP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -36,6 +36,10 @@ _COMMANDS = sysconfig.get_path("scripts")
 _LIBRARIES = tuple(
     p + os.sep for p in (os.path.dirname(os.path.abspath(str(torch.__file__))), _TIGHTSHIP, _COMMANDS)
 )
+
+
+CHECK = "expect"
+"""Target of ops that only look at what others made, and raise."""
 
 
 class Origin(NamedTuple):
@@ -167,6 +171,11 @@ class Record:
     origin: Origin = field(default_factory=Origin)
     asked: int = -1
     samples: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def checks(self) -> bool:
+        """Whether it may end the step: before any update."""
+        return self.target == CHECK
 
 
 class Tape:

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import copy
 import functools
+import io
 import random
 import sys
 import types
@@ -117,6 +118,8 @@ class _Reachable:
             self._container(x)
         elif isinstance(x, (tuple, frozenset)):
             self._todo += list(x)[:ELEMENTS]
+        elif isinstance(x, io.IOBase):
+            self._file(x)
         elif isinstance(x, types.GeneratorType) or hasattr(x, "__next__"):
             self._iterator(x)
         elif not self._drawing(x) and not isinstance(x, torch.Tensor):
@@ -188,9 +191,17 @@ class _Reachable:
         values = x.values() if isinstance(x, dict) else x
         self._held(v for v, _ in zip(values, range(ELEMENTS), strict=False))
 
+    def _file(self, x: Any) -> None:
+        """One that is only read is where it was; nothing is taken out of one that is written."""
+        with contextlib.suppress(OSError, ValueError):
+            in_memory = isinstance(x, (io.StringIO, io.BytesIO))
+            if x.readable() and x.seekable() and (in_memory or not x.writable()):
+                at = x.tell()
+                self._undo.append(lambda: x.seek(at) and None)
+
     def _iterator(self, x: Any) -> None:
         with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
-            self._todo += [a for a in x.__reduce__()[1] if hasattr(a, "__next__")]
+            self._todo += [a for a in _reduced(x)[1] if hasattr(a, "__next__")]
         state = _state(x)
         if state is not None and hasattr(x, "__setstate__"):
             self._undo.append(lambda: _set_state(x, state))
@@ -291,10 +302,18 @@ def _slots(cls: type) -> list[str]:
     return [n for n in names if not n.startswith("__")]
 
 
+def _reduced(iterator: Any) -> Any:
+    """How it would be pickled, in its own words: Python's default makes an object of a base class of it, which may
+    take over what it holds (and close it)."""
+    if vars(object)["__reduce__"] is getattr(type(iterator), "__reduce__", None):
+        raise TypeError(iterator)
+    return iterator.__reduce__()
+
+
 def _state(iterator: Any) -> Any:
     """What ``__setstate__`` of the iterator takes; None if it tells nothing."""
     try:
-        parts = iterator.__reduce__()
+        parts = _reduced(iterator)
     except (TypeError, NotImplementedError, AttributeError):
         return None
     state = parts[2] if len(parts) > 2 else None
@@ -316,7 +335,7 @@ def _position(iterator: Any) -> Any:
     if isinstance(iterator, types.GeneratorType):
         return None if frame is None else (frame.f_lasti, len(frame.f_locals), _plain(frame.f_locals))
     try:
-        parts = iterator.__reduce__()
+        parts = _reduced(iterator)
         return _plain({k: repr(v) for k, v in enumerate(parts[1:])})
     except (TypeError, NotImplementedError, AttributeError):
         return getattr(iterator, "line_num", None)

@@ -1,0 +1,164 @@
+"""Checks that a step's own code makes of what it computes: planned, and made in each step, before any update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributions, nn
+from torch.nn import functional
+
+import tightship
+from support.harness import Loop, run
+from tightship.errors import CheckFailed
+from tightship.execute.fit import fit
+from tightship.execute.interpreter import Fallback
+
+
+class Net(nn.Module):
+    """A mean and a scale for each of four numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 8)
+
+    def forward(self, x):
+        return self.out(self.norm(x)).chunk(2, 1)
+
+
+def batch(number):
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+
+
+def normal(model, x):
+    mean, scale = model(x)
+    return -distributions.Normal(mean, scale.exp()).log_prob(x).mean()
+
+
+def whole(model, x):
+    mean, scale = model(x)
+    covariance = torch.diag_embed(scale.exp())
+    return -distributions.MultivariateNormal(mean, covariance).log_prob(x).mean()
+
+
+def torchs_own(model, x):
+    mean, scale = model(x)
+    return functional.gaussian_nll_loss(mean, x, scale.exp())
+
+
+def asserted(model, x):
+    mean, scale = model(x)
+    assert (scale.exp() > 0).all(), f"{scale}"
+    return (mean * scale).square().mean()
+
+
+def two_conditions(model, x):
+    mean, scale = model(x)
+    if (mean.abs() > 1e6).any() or not (scale < 1e6).all().item():
+        message = "diverged"
+        raise RuntimeError(message)
+    return (mean * scale).square().mean()
+
+
+def inside_of_a_block(model, x):
+    mean, scale = model(x)
+    with torch.no_grad():
+        try:
+            assert bool(torch.all(mean < 1e6))
+        finally:
+            mean = mean * 2
+    return (mean * scale).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [normal, whole, torchs_own, asserted, two_conditions, inside_of_a_block], ids=lambda f: f.__name__
+)
+def test_planned(loss, tmp_path):
+    def build():
+        model = Net()
+        return Loop(model, loss, torch.optim.AdamW(model.parameters(), 0.01), batch)
+
+    verdict = run(build, tmp_path)
+    assert (verdict.kind, verdict.plans) == ("identical", 1), verdict
+
+
+def caught(model, x):
+    mean, scale = model(x)
+    try:
+        assert (mean > 0).all()
+    except AssertionError:
+        mean = mean.clamp(min=0)
+    return (mean * scale).square().mean()
+
+
+def both_go_on(model, x):
+    mean, scale = model(x)
+    if (mean > 0).all():
+        scale = scale * 2
+    return (mean * scale).square().mean()
+
+
+def keeps_what_it_saw(model, x):
+    mean, scale = model(x)
+    if (mean > 0).all():
+        model.seen = True
+        raise ValueError
+    return (mean * scale).square().mean()
+
+
+@pytest.mark.parametrize("loss", [caught, both_go_on, keeps_what_it_saw], ids=lambda f: f.__name__)
+def test_what_goes_on_runs_in_eager(loss):
+    model = Net()
+    with pytest.warns(Fallback, match="must not depend on data"):
+        tightship.fit(model, loss, torch.optim.SGD(model.parameters(), 0.1), batch(0), "100%", cache=None)
+
+
+def given_scale(model, x):
+    """The batch is the scale, which has to be above 0."""
+    mean, scale = model(x)
+    return -distributions.Normal(mean, scale * 0 + x[:, :1]).log_prob(x).mean()
+
+
+def given_limit(model, x):
+    mean, scale = model(x)
+    assert (mean < x.abs().max() * 1e6).all()
+    if (x[:, :1] <= 0).any():
+        raise ValueError("at most 0")
+    return (mean * scale).square().mean()
+
+
+@pytest.mark.parametrize("budget", ["100%", "static+85%"])
+@pytest.mark.parametrize("loss", [given_scale, given_limit], ids=lambda f: f.__name__)
+def test_a_check_that_fails_changes_no_parameter(loss, budget):
+    """Batch 2 breaks it, in eager, too; both go on with the next one."""
+    models = [Net(), Net()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.Adam(m.parameters(), 0.1) for m in models]
+    step = fit(models[1], loss, optimizers[1], batch(0).abs(), budget, cache=None)
+    for number in range(5):
+        x = batch(number) if number == 2 else batch(number).abs()
+        if number == 2:
+            for attempt in (lambda x: loss(models[0], x), step):
+                with pytest.raises(ValueError) as raised:
+                    attempt(x)
+            assert isinstance(raised.value, CheckFailed) and "test_assertions.py" in raised.value.place
+        else:
+            theirs = loss(models[0], x)
+            theirs.backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            assert torch.equal(theirs, step(x))
+        assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+    used = step.measure()
+    assert used["measured_peak"] == used["planned_peak"] and used["misses"] == 0
+
+
+def test_no_update_runs_before_a_check():
+    """Wherever a planner would like to have it."""
+    model = Net()
+    step = fit(
+        model, given_limit, torch.optim.SGD(model.parameters(), 0.1), batch(0).abs(), "100%", cache=None
+    )
+    graph = step.graph
+    checks = {k for k, op in enumerate(graph.ops) if op.target == "expect"}
+    assert len(checks) == 2
+    assert all(checks <= {*op.control} for op in graph.ops if op.phase == "update")
