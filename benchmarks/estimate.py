@@ -50,9 +50,30 @@ def builds(table: str) -> Iterator[tuple[str, Callable[[], Training]]]:
             yield row.name, run.args[0]
 
 
+def kept(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that modules have as plain attributes (a prompt's tokens of peft)."""
+    todo = [
+        x
+        for m in model.modules()
+        for k, x in vars(m).items()
+        if k not in ("_parameters", "_buffers", "_modules")
+    ]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, (dict, list, tuple)):
+            todo += x.values() if isinstance(x, dict) else x
+
+
 def measured(training: Training, loop: Any, optimizer: Any) -> int:
     batch = training.batch(0)
-    tensors = (*training.model.parameters(), *training.model.buffers(), *tensor_leaves(batch))
+    tensors = (
+        *training.model.parameters(),
+        *training.model.buffers(),
+        *tensor_leaves(batch),
+        *kept(training.model),
+    )
     homes = {compat.storage_key(t): t for t in tensors}
     static = sum(aligned(t.untyped_storage().nbytes()) for t in homes.values())
     held = None

@@ -125,6 +125,55 @@ def test_options_of_the_loop(options: dict[str, Any]) -> None:
     assert found.peak == measured(model, batch, partial(step, **options), optimizer)
 
 
+SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "branches": lambda h: (h + h.tanh() + h.sin()).sum(),
+    "columns": lambda h: torch.stack([h[:, k].sin().sum() for k in range(8)]).sum() + h.exp().sum(),
+    "slices": lambda h: torch.stack([h[:, k : k + 4].sin().sum() for k in range(8)]).sum() + h.sum(),
+    "products": lambda h: (h.sin() * h.cos() * h.exp()).sum(),
+    "transposed": lambda h: (h.t() @ h).sum() + h.t().exp().sum(),
+    "cumulated": lambda h: (h.cumsum(1) + torch.logsumexp(h, 1, keepdim=True)).sum() + (h * h.norm()).sum(),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_autograd_adds_gradients_in_place_where_nobody_else_holds_them(name: str) -> None:
+    model, batch = nn.Linear(64, 64), torch.randn(32, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return SUMS[name](model(batch))
+
+    def loop(model: Any, batch: Any, optimizer: Any) -> Any:
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    assert estimate(model, batch, optimizer, loss_fn).peak == measured(model, batch, loop, optimizer)
+
+
+def test_tensors_of_a_batch_that_share_memory_are_there_once() -> None:
+    text = torch.randint(0, 50, (8, 33))
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def loop(model: Any, batch: Any, optimizer: Any) -> Any:
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for batch in ((text, text), (text[:, :-1], text[:, 1:]), (text[:4], text[4:]), (text, text.clone())):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        found = estimate(model, batch, optimizer, loss_fn)
+        assert found.peak == measured(model, batch, loop, optimizer)
+        assert found.batch == aligned(text.nbytes) * (2 if batch[0] is text and batch[1] is not text else 1)
+
+
 def test_checkpoints_of_the_model_itself_recompute_in_the_backward_pass() -> None:
     model, batch = net(), images()
     kept = estimate(model, batch, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss())

@@ -215,12 +215,16 @@ class Timeline:
         return moments
 
     def _taken_over(self, m: Moment) -> int:
-        """The storage of the first argument of a sum of gradients, if autograd alone held it: then it adds in place,
-        but for a dispatch mode that looks on."""
+        """The storage of the one of two gradients, the first if both do, that autograd alone held: it adds the other
+        in place, but for a dispatch mode that looks on (accumulate in torch/csrc/autograd/input_buffer.cpp)."""
         r = self.records[m.op]
-        if r.target != "aten.add.Tensor" or len(m.made) != 1 or type(r.args[0]) is not Ref:
+        if r.target != "aten.add.Tensor" or len(m.made) != 1:
             return -1
-        x = self._tape.values[r.args[0].value]
-        whole = math.prod(x.shape) * x.dtype.itemsize == self._tape.storages[x.storage].nbytes
-        same = self.sizes[x.storage] == self.sizes[m.made[0]]
-        return x.storage if x.storage in m.ended and whole and same else -1
+        for ref in r.args[:2]:
+            x = self._tape.values[ref.value] if type(ref) is Ref else None
+            if x is None or x.storage not in m.ended:
+                continue
+            whole = math.prod(x.shape) * x.dtype.itemsize == self._tape.storages[x.storage].nbytes
+            if whole and self.sizes[x.storage] == self.sizes[m.made[0]]:
+                return x.storage
+        return -1

@@ -10,8 +10,8 @@ import gc
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -460,16 +460,36 @@ def quiet_engine() -> Iterator[None]:
 
 
 @contextmanager
-def inside_backward(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def inside_backward(
+    enter: Callable[[], AbstractContextManager[Any]], done: Callable[[int], None] | None = None
+) -> Iterator[None]:
     """Code that runs in backward passes, of hooks and autograd functions, runs within what ``enter`` makes: put
-    around the engine: function modes are off inside of the functions of ``torch.autograd``."""
+    around the engine: function modes are off inside of the functions of ``torch.autograd``. ``done(number)`` is
+    called when the formula of the node of autograd with that number in its sequence has run: what follows for it,
+    sums of gradients, is the engine's own."""
     run: Any = vars(torch.autograd)["_engine_run_backward"]
 
-    def engine(*args: Any, **kwargs: Any) -> Any:
-        with enter():
-            return run(*args, **kwargs)
+    def engine(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        with enter(), _told(roots, done) if done is not None else nullcontext():
+            return run(roots, *args, **kwargs)
 
     with _patched(torch.autograd, "_engine_run_backward", engine):
+        yield
+
+
+@contextmanager
+def _told(roots: Iterable[torch.Tensor], done: Callable[[int], None]) -> Iterator[None]:
+    with ExitStack() as handles:
+        todo, seen = [t.grad_fn for t in roots], set[Any]()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            number = node._sequence_nr()
+            handle = node.register_hook(lambda *_, number=number: done(number))
+            handles.callback(handle.remove)
+            todo += [following for following, _ in node.next_functions]
         yield
 
 

@@ -22,13 +22,14 @@ import torch
 
 from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.capture.recorder import Recorder
+from tightship.frontends.torch.capture.recorder import Recorder, is_strided
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import Capture
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage
 from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.optimizer.updates import each, twin_of
 from tightship.frontends.torch.program import tensors_in
+from tightship.frontends.torch.structure import tensor_leaves
 
 __all__ = ["EagerLoop", "Kind", "Life", "Loop"]
 
@@ -85,7 +86,7 @@ class _LifeTape(Tape):
         self.unread: list[Origin] = []  # where the code reads a number that only a real step has
         self._watched: dict[int, Any] = {}
         self._numbers: dict[int, list[int]] = {}
-        self._node = -1
+        self._node = self._ran = -1
 
     def value(self, tensor: torch.Tensor, place: str = "") -> int:
         known = len(self.storages)
@@ -127,7 +128,7 @@ class _LifeTape(Tape):
             self.events.pop()  # a view
         for life in self.lives[known:]:
             life.phase, life.origin = phase, origin
-        if r is not None and phase == "backward" and compat.backward_sequence() < 0:
+        if r is not None and phase == "backward" and compat.backward_sequence() == self._ran:
             self.between_nodes.add(len(self.records) - 1)
         return r
 
@@ -144,6 +145,12 @@ class _LifeTape(Tape):
         if node != self._node:
             self.events += [(Kind.FREE, s) for s in self._numbers.pop(self._node, ())]
             self._node = node
+        if node != self._ran:
+            self._ran = -1
+
+    def node_ran(self, node: int) -> None:
+        """The formula of that node has run; until the next one begins, autograd adds up gradients."""
+        self._ran = node
 
     def forget(self) -> None:
         """From now on nothing is taken down."""
@@ -206,10 +213,27 @@ class EagerLoop(Capture):
         self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.with_data = self.has_data
         self._homes: dict[int, str] = {}
+        self._given_batch = self._shared_in(batch)
         if not self.has_data:
             self.recorder.prober.limit = _LIGHT
         self.has_data = (
             True  # what has some may be asked for it, and transformers' code runs as on tensors with data
+        )
+
+    def _shared_in(self, batch: Any) -> dict[int, int]:
+        """How many of a batch's bytes lie in each storage where several of its tensors lie, up to all of them."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for t in tensors_in(tensor_leaves(batch)):
+            if not (compat.is_fake(t) or t.is_meta) and is_strided(t):
+                found.setdefault(compat.storage_key(t), []).append(t)
+        return {s: sum(t.nbytes for t in some) for s, some in found.items() if len(some) > 1}
+
+    def _of_batch(self, real: torch.Tensor) -> torch.Tensor:
+        """Tensors of one storage share their bytes here, too, where these are not mostly those of others."""
+        key = None if real.is_meta or compat.is_fake(real) else compat.storage_key(real)
+        read = self._given_batch.get(key, 0) if key is not None else 0
+        return (
+            self.recorder.in_storage(real) if real.untyped_storage().nbytes() <= read else self._blank(real)
         )
 
     def run(self, loop: Loop, optimizer: Any, steps: int, *, foreach: bool = False) -> None:
@@ -244,7 +268,7 @@ class EagerLoop(Capture):
             enter(self.tracker.active())
             enter(self._swapped(fakes))
             enter(self._stepping(twin))
-            enter(compat_capture.inside_backward(self._in_backward))
+            enter(compat_capture.inside_backward(self._in_backward, self.tape.node_ran))
             result = None
             for k in range(steps):
                 self.tape.events.append((Kind.STEP, k))

@@ -454,11 +454,14 @@ class Capture:
                 return x
             k = next(position)
             # One fake per leaf, even if two are the same tensor: in the next batch they may not be.
-            fake = self._blank(x).requires_grad_(x.requires_grad)
+            fake = self._of_batch(x).requires_grad_(x.requires_grad)
             self.tape.input(fake, "input", k, f"batch.{k}", x if self.has_data else None)
             return fake
 
         return _Fakes(parameters, buffers, map_leaves(leaf, self.batch))
+
+    def _of_batch(self, real: torch.Tensor) -> torch.Tensor:
+        return self._blank(real)
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
         if compat.is_fake(real):
