@@ -28,7 +28,7 @@ from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
 from tightship.planners.evict import ladder
-from tightship.planners.evict.lowering import pure_random_ops
+from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout
@@ -73,8 +73,11 @@ _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
 _AGAIN = 4
 """How often the runs of what was found are put into another order."""
-_LOOK, _NEARLY = 2_000_000, 1.002
-"""Ops simulated for a first look at another order, and over what time is needed already it is left at that."""
+_PARTS = 64
+"""Ops at most that run once for what stays until the end and once for everything else."""
+_LOOK, _LONG_LOOK, _NEARLY = 2_000_000, 8_000_000, 1.002
+"""Ops simulated for a first look at something else, the same where nothing fits, and over what time is needed already
+it is left at that."""
 _REST = 20.0
 """What follows the search, over what it takes to replay a graph once."""
 _PREPARED = 0.25
@@ -360,6 +363,7 @@ class _Search:
         if self.options.order != Options().order or self.bound > self.budget:
             return
         tried = [self.problem.order]
+        self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
             self._own_orders(tried, progress, clock)
         for name in _ORDERS:
@@ -371,6 +375,41 @@ class _Search:
                 tried.append(order)
                 self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
+
+    def _in_parts(self, progress: Progress | None, clock: _Clock) -> None:
+        """Search with ops that run once for what later ops read and once for results that stay until the end, made
+        when little else is there: twice as many of them each time until something fits, then half as many more as
+        long as that is faster."""
+        assert self.budget is not None
+        if set(self.problem.means) != {"recompute"}:
+            return
+        count, most = 1, min(_PARTS, len(divisible(self.problem.graph)))
+        work = _LOOK if self.reached.within(self.budget) is not None else _LONG_LOOK
+        while count <= most and not (self._near() or self.interrupted or clock.search.over):
+            before, problem = self.reached.within(self.budget), self._parted(count, clock)
+            found = self._as_good(problem, before, progress, clock, work)
+            if found or (before is None and count == most):
+                self._searched(problem, progress, clock)
+            after = self.reached.within(self.budget)
+            if after is None:
+                count = min(2 * count, most) if count < most else most + 1
+            elif after is before:
+                return
+            else:
+                count += (count + 1) // 2
+
+    def _parted(self, count: int, clock: _Clock) -> EvictionProblem:
+        """The problem with the first ``count`` of `divisible` ops in two parts, in an order of its own; always
+        the same one."""
+        problem = self.problem
+        known: dict[int, EvictionProblem] = problem.__dict__.setdefault("_parted", {})
+        if count not in known:
+            graph, stands = divided(problem.graph, divisible(problem.graph)[:count])
+            part = clock.search.part(_PREPARED)
+            order = order_of(graph, self.options, unplanned(graph).peak, part, self.budget)
+            chained = tuple(stands.index(k) for k in problem.chained)
+            known[count] = replace(problem, graph=graph, order=order, chained=chained, stands=stands)
+        return known[count]
 
     def _near(self) -> bool:
         """Whether there is a plan, and above the least time by no more than ``_FAR`` as a part of it, or than is good
@@ -401,16 +440,17 @@ class _Search:
             self._searched(problem, progress, clock)
 
     def _as_good(
-        self, problem: EvictionProblem, best: floor.Placed, progress: Progress | None, clock: _Clock
-    ) -> bool:
-        """Whether a first look at an order promises as much as there is already."""
+        self, problem: EvictionProblem, best: floor.Placed | None, progress: Progress | None, clock: _Clock,
+        work: int = _LOOK,
+    ) -> bool:  # fmt: skip
+        """Whether a first look at an order promises as much as there is already, if anything fits yet."""
         assert self.budget is not None
         found = self._evict(
-            problem, self.budget, clock.search, min(_LOOK, self.options.work), progress, dear=False
+            problem, self.budget, clock.search, min(work, self.options.work), progress, dear=False
         )
         self.interrupted |= problem.archive.stopped
         problem.archive.stopped = False
-        near = found.timeline.time <= best.found.timeline.time * _NEARLY
+        near = best is None or found.timeline.time <= best.found.timeline.time * _NEARLY
         return found.decision.met and near and not self.interrupted
 
     def _searched(
@@ -494,9 +534,10 @@ class _Search:
     ) -> run.Evicted:  # fmt: skip
         o, info = self.options, planner(self.options.evict, "evict")
         least = self.time_bound if self.time_bound < math.inf else 0.0
+        once = math.fsum(problem.graph.columns.time) if problem.stands else self.before.time
         known = {
             "seconds": deadline.left, "work": work, "seed": o.seed, "gap": o.gap,
-            "goal": least * (1 + max(o.gap, self.near)) - self.before.time, "dear": dear,
+            "goal": least * (1 + max(o.gap, self.near)) - once, "dear": dear,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
         many = o.place and len(self.graph.ops) > MANY  # their places span a little more than the peak
