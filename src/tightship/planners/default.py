@@ -384,11 +384,13 @@ class _Search:
         if set(self.problem.means) != {"recompute"}:
             return
         count, most = 1, min(_PARTS, len(divisible(self.problem.graph)))
-        work = _LOOK if self.reached.within(self.budget) is not None else _LONG_LOOK
+        fits = self.reached.within(self.budget) is not None
+        looked: list[tuple[int, int]] = []  # peak, number
         while count <= most and not (self._near() or self.interrupted or clock.search.over):
             before, problem = self.reached.within(self.budget), self._parted(count, clock)
-            found = self._as_good(problem, before, progress, clock, work)
-            if found or (before is None and count == most):
+            found = self._look(problem, progress, clock, _LOOK if fits else _LONG_LOOK)
+            looked.append((found.decision.peak, count))
+            if self._as_good(found, before):
                 self._searched(problem, progress, clock)
             after = self.reached.within(self.budget)
             if after is None:
@@ -397,6 +399,12 @@ class _Search:
                 return
             else:
                 count += (count + 1) // 2
+        if (
+            looked
+            and self.reached.within(self.budget) is None
+            and not (self.interrupted or clock.search.over)
+        ):
+            self._searched(self._parted(min(looked)[1], clock), progress, clock)
 
     def _parted(self, count: int, clock: _Clock) -> EvictionProblem:
         """The problem with the first ``count`` of `divisible` ops in two parts, in an order of its own; always
@@ -436,20 +444,22 @@ class _Search:
         """Search in another order, where a first look says that it is as good or nothing fits yet."""
         assert self.budget is not None
         best = self.reached.within(self.budget)
-        if best is None or self._as_good(problem, best, progress, clock):
+        if best is None or self._as_good(self._look(problem, progress, clock), best):
             self._searched(problem, progress, clock)
 
-    def _as_good(
-        self, problem: EvictionProblem, best: floor.Placed | None, progress: Progress | None, clock: _Clock,
-        work: int = _LOOK,
-    ) -> bool:  # fmt: skip
-        """Whether a first look at an order promises as much as there is already, if anything fits yet."""
+    def _look(
+        self, problem: EvictionProblem, progress: Progress | None, clock: _Clock, work: int = _LOOK
+    ) -> run.Evicted:
+        """What is found in a short while, without dear seeds."""
         assert self.budget is not None
-        found = self._evict(
-            problem, self.budget, clock.search, min(work, self.options.work), progress, dear=False
-        )
+        work = min(work, self.options.work)
+        found = self._evict(problem, self.budget, clock.search, work, progress, dear=False)
         self.interrupted |= problem.archive.stopped
         problem.archive.stopped = False
+        return found
+
+    def _as_good(self, found: run.Evicted, best: floor.Placed | None) -> bool:
+        """Whether what was found in a short while promises as much as there is already, if anything fits yet."""
         near = best is None or found.timeline.time <= best.found.timeline.time * _NEARLY
         return found.decision.met and near and not self.interrupted
 
