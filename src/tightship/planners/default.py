@@ -13,7 +13,7 @@ import gc
 import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -84,6 +84,8 @@ _PREPARED = 0.25
 """The part of the time before the search's end that the order may take, and of what is left then the bounds."""
 _SEARCH = 0.25
 """The part of the seconds that a search has, at least, however long it took to measure bytes."""
+_EXACT_PLANNER = "exact"
+"""What also proves more than the others."""
 _EXACT = 1 + 1e-9
 """Times that differ by less than this factor are equal: sums in other orders."""
 
@@ -324,6 +326,8 @@ class _Search:
         self.time_bound = 0.0
         if budget is not None:
             self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
+            if o.evict == _EXACT_PLANNER and _means(o) == ("recompute",):
+                self.time_bound = max(self.time_bound, self._proved(budget))
         self.bound = int(
             lower_bound(
                 self.graph,
@@ -334,6 +338,25 @@ class _Search:
             )
         )
 
+    def _proved(self, budget: int) -> float:
+        """A bound on the time for which there is a solver."""
+        from tightship.planners.evict import exact  # takes long to import
+
+        deadline, in_place = self.deadline, self.problem.in_place
+        extra = exact.least_extra(self.graph, budget, deadline, redraw=False, in_place=in_place)
+        return math.fsum(self.graph.columns.time) + extra
+
+    def _without_solver(self, progress: Progress | None, clock: _Clock) -> floor.Placed | None:
+        """What the default search finds in half of the time, if that is near enough to what the solver proved."""
+        assert self.budget is not None
+        o = replace(self.options, evict=Options().evict, seconds=clock.search.left / 2)
+        with suppress(Infeasible):
+            plan(self.graph, Budget(bytes=self.budget), o, progress, self.problem)
+        best = self.reached.within(self.budget)
+        if best is None or best.found.timeline.time > self.time_bound * (1 + self.options.gap):
+            return None
+        return best
+
     def fit(self, progress: Progress | None, clock: _Clock) -> tuple[run.Evicted, Layout]:
         """Evictions and a layout within the budget: the best of a small graph, or the faster one of what is found
         and what was reached before."""
@@ -342,6 +365,8 @@ class _Search:
             best = floor.every_plan(self.problem, placement, budget, self.options.work, clock.search)
             if best is not None:
                 self.reached.offer(best)
+                return best.found, best.layout
+            if self.options.evict == _EXACT_PLANNER and (best := self._without_solver(progress, clock)):
                 return best.found, best.layout
         made = self._searched(self.problem, progress, clock)
         if budget is not None:
