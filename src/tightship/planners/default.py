@@ -314,6 +314,8 @@ class _Search:
     last: run.Evicted | None = None
     only_places: bool = False
     interrupted: bool = False
+    in_parts: bool = False
+    """Whether parts of ops were looked at."""
     bound: int = field(init=False)
     time_bound: float = field(init=False)
     placement: floor.Placement = field(init=False)
@@ -368,7 +370,9 @@ class _Search:
                 return best.found, best.layout
             if self.options.evict == _EXACT_PLANNER and (best := self._without_solver(progress, clock)):
                 return best.found, best.layout
-        made = self._searched(self.problem, progress, clock)
+            self._parts_first(progress, clock)
+        if budget is None or self.reached.within(budget) is None or not self.in_parts:
+            made = self._searched(self.problem, progress, clock)
         if budget is not None:
             self._other_orders(progress, clock)
             made = self.reached.within(budget)
@@ -388,7 +392,8 @@ class _Search:
         if self.options.order != Options().order or self.bound > self.budget:
             return
         tried = [self.problem.order]
-        self._in_parts(progress, clock)
+        if not self.in_parts:
+            self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
             self._own_orders(tried, progress, clock)
         for name in _ORDERS:
@@ -401,14 +406,31 @@ class _Search:
                 self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
 
+    def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
+        """Where a short search meets nothing, look at parts of ops before a long one."""
+        assert self.budget is not None
+        nothing = self.reached.within(self.budget) is None and self.bound <= self.budget
+        if (
+            nothing
+            and self._divisible()
+            and not self._look(self.problem, progress, clock, _LONG_LOOK).decision.met
+        ):
+            self._in_parts(progress, clock)
+
+    def _divisible(self) -> int:
+        """How many ops it is worth running in parts."""
+        apart = self.options.order == Options().order and set(self.problem.means) == {"recompute"}
+        if not apart or len(self.graph.ops) > _LARGE:
+            return 0
+        return min(_PARTS, len(divisible(self.problem.graph)))
+
     def _in_parts(self, progress: Progress | None, clock: _Clock) -> None:
         """Search with ops that run once for what later ops read and once for results that stay until the end, made
         when little else is there: twice as many of them each time until something fits, then half as many more as
         long as that is faster."""
         assert self.budget is not None
-        if set(self.problem.means) != {"recompute"}:
-            return
-        count, most = 1, min(_PARTS, len(divisible(self.problem.graph)))
+        self.in_parts = True
+        count, most = 1, self._divisible()
         fits = self.reached.within(self.budget) is not None
         looked: list[tuple[int, int]] = []  # peak, number
         while count <= most and not (self._near() or self.interrupted or clock.search.over):
@@ -569,7 +591,10 @@ class _Search:
     ) -> run.Evicted:  # fmt: skip
         o, info = self.options, planner(self.options.evict, "evict")
         least = self.time_bound if self.time_bound < math.inf else 0.0
-        once = math.fsum(problem.graph.columns.time) if problem.stands else self.before.time
+        once = self.before.time
+        if problem.stands:
+            once = math.fsum(problem.graph.columns.time)
+            progress = _beside(progress, once - self.before.time)
         known = {
             "seconds": deadline.left, "work": work, "seed": o.seed, "gap": o.gap,
             "goal": least * (1 + max(o.gap, self.near)) - once, "dear": dear,
@@ -639,6 +664,13 @@ class _Search:
             at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
+
+
+def _beside(progress: Progress | None, seconds: float) -> Progress | None:
+    """Who is told of extra seconds, told of so many more."""
+    if progress is None:
+        return None
+    return lambda peak, extra, met: progress(peak, extra + seconds, met)
 
 
 def least_time(

@@ -312,10 +312,10 @@ def divisible(graph: Graph) -> tuple[int, ...]:
     convolution's backward makes both: their results are larger than what they read. Those that leave the most bytes
     for each second come first."""
     uses, size = graph.uses, graph.columns.size
-    waited = {c for op in graph.ops for c in op.control}
+    waited = set(graph.columns.control[1].tolist())
     gains = {}
-    for k, op in enumerate(graph.ops):
-        made = uses.defines[k]
+    for k in sorted({uses.definer[s] for s in graph.kept} - {-1}):
+        op, made = graph.ops[k], uses.defines[k]
         later = [s for s in made if s in graph.kept]
         if not later or len(later) == len(made) or not op.pure or op.control or k in waited or op.calls:
             continue
