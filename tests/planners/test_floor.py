@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.chains import chain
@@ -13,14 +14,16 @@ from support.optimum import optimum
 from support.strategies import random_graph
 from tightship.analysis.order import is_legal
 from tightship.errors import Infeasible
-from tightship.graph import Graph
+from tightship.graph import Graph, Op, Storage, Value
 from tightship.options import NEVER
-from tightship.planners import default, floor
+from tightship.planners import default, floor, run
 from tightship.planners.default import Options, plan
-from tightship.planners.evict.problem import EVICT, EvictionProblem
+from tightship.planners.evict.lowering import divided, divisible, undivided
+from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem
 from tightship.planners.frontier import needs
 from tightship.planners.layout import Layout, lay_out
 from tightship.simulate import baseline, replay
+from tightship.verify import verify
 
 QUICK = Options(work=100_000, seconds=30.0, hand_out=False)
 
@@ -130,3 +133,59 @@ def test_the_runs_of_a_plan_in_another_order_need_less() -> None:
             assert is_legal(graph, other.order) and other.order != problem.order
             lower += any(d.peak < found.peak for d in other.archive.found)
     assert lower >= 8
+
+
+def wide_gradients(layers: int = 8, wide: int = 1024) -> Graph:
+    """A chain whose backward ops each make a large result that stays and what the next one reads, as convolutions do;
+    the last one reads much."""
+    storages, ops, results = [Storage("x", 64, "input")], [], []
+    for k in range(layers):
+        storages.append(Storage(f"f{k}", 64 if k else 2 * wide))
+        ops.append(Op(f"f{k}", "f", (k,), (k + 1,), time=1.0))
+    last = layers
+    for k in reversed(range(layers)):
+        storages += [Storage(f"b{k}", 64, "gradient"), Storage(f"w{k}", wide, "gradient")]
+        at = len(storages) - 2
+        ops.append(Op(f"b{k}", "b", (last, k + 1), (at, at + 1), time=2.0, phase="backward"))
+        results.append(at + 1)
+        last = at
+    values = tuple(Value(s.name, k) for k, s in enumerate(storages))
+    return Graph(tuple(ops), values, tuple(storages), (0,), (*results, last))
+
+
+def test_results_that_stay_are_made_when_little_else_is_there() -> None:
+    graph = wide_gradients(10)
+    before = replay(graph, baseline(graph)).peak
+    ends = graph.static_bytes + sum(graph.storages[s].size for s in graph.kept)
+    budget = before - 1024
+    assert ends < budget < before
+    made = plan(graph, budget, QUICK)
+    assert made.met and made.peak <= budget and verify(graph, made) == []
+    again = Counter(s.op for s in made.steps if s.kind in ("compute", "recompute"))
+    twice = [k for k, n in again.items() if n > 1 and graph.ops[k].target == "b"]
+    assert twice and plan(graph, budget, QUICK).steps == made.steps
+
+
+@pytest.mark.parametrize("place", (False, True))
+def test_parts_of_ops_come_to_what_the_whole_ones_take(place: bool) -> None:
+    graph, rng = wide_gradients(), np.random.default_rng(0)
+    options, once = divisible(graph), 0
+    assert len(options) == 7  # the last one reads more than it leaves
+    for _ in range(40):
+        parts, stands = divided(graph, rng.choice(options, rng.integers(1, 7), replace=False).tolist())
+        at = list(range(len(parts.ops)))
+        for k in rng.permutation(at).tolist():  # some other order
+            moved = [*(j for j in at if j != k), k]
+            at = moved if is_legal(parts, tuple(moved)) else at
+        problem = EvictionProblem(parts, tuple(at), in_place=place, stands=stands)
+        evict = rng.choice([KEEP, EVICT, PASS, DROP], len(problem.gaps)).astype(np.uint8)
+        steps = problem.steps(evict)
+        if not steps:
+            continue
+        whole, line = undivided(graph, parts, stands, steps), replay(parts, steps)
+        found = replay(graph, whole)
+        assert found.peak <= line.peak and found.time <= line.time + 1e-9
+        assert {s.op for s in whole if s.kind == "compute"} == set(range(len(graph.ops)))
+        assert verify(graph, run.decision_plan(graph, whole, found)) == []
+        once += found.time < line.time - 1e-9
+    assert once > 0

@@ -13,7 +13,7 @@ import gc
 import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -28,7 +28,7 @@ from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
 from tightship.planners.evict import ladder
-from tightship.planners.evict.lowering import pure_random_ops
+from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout
@@ -73,14 +73,19 @@ _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
 _AGAIN = 4
 """How often the runs of what was found are put into another order."""
-_LOOK, _NEARLY = 2_000_000, 1.002
-"""Ops simulated for a first look at another order, and over what time is needed already it is left at that."""
+_PARTS = 64
+"""Ops at most that run once for what stays until the end and once for everything else."""
+_LOOK, _LONG_LOOK, _NEARLY = 2_000_000, 8_000_000, 1.002
+"""Ops simulated for a first look at something else, the same where nothing fits, and over what time is needed already
+it is left at that."""
 _REST = 20.0
 """What follows the search, over what it takes to replay a graph once."""
 _PREPARED = 0.25
 """The part of the time before the search's end that the order may take, and of what is left then the bounds."""
 _SEARCH = 0.25
 """The part of the seconds that a search has, at least, however long it took to measure bytes."""
+_EXACT_PLANNER = "exact"
+"""What also proves more than the others."""
 _EXACT = 1 + 1e-9
 """Times that differ by less than this factor are equal: sums in other orders."""
 
@@ -309,6 +314,8 @@ class _Search:
     last: run.Evicted | None = None
     only_places: bool = False
     interrupted: bool = False
+    in_parts: bool = False
+    """Whether parts of ops were looked at."""
     bound: int = field(init=False)
     time_bound: float = field(init=False)
     placement: floor.Placement = field(init=False)
@@ -321,6 +328,8 @@ class _Search:
         self.time_bound = 0.0
         if budget is not None:
             self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
+            if o.evict == _EXACT_PLANNER and _means(o) == ("recompute",):
+                self.time_bound = max(self.time_bound, self._proved(budget))
         self.bound = int(
             lower_bound(
                 self.graph,
@@ -331,6 +340,25 @@ class _Search:
             )
         )
 
+    def _proved(self, budget: int) -> float:
+        """A bound on the time for which there is a solver."""
+        from tightship.planners.evict import exact  # takes long to import
+
+        deadline, in_place = self.deadline, self.problem.in_place
+        extra = exact.least_extra(self.graph, budget, deadline, redraw=False, in_place=in_place)
+        return math.fsum(self.graph.columns.time) + extra
+
+    def _without_solver(self, progress: Progress | None, clock: _Clock) -> floor.Placed | None:
+        """What the default search finds in half of the time, if that is near enough to what the solver proved."""
+        assert self.budget is not None
+        o = replace(self.options, evict=Options().evict, seconds=clock.search.left / 2)
+        with suppress(Infeasible):
+            plan(self.graph, Budget(bytes=self.budget), o, progress, self.problem)
+        best = self.reached.within(self.budget)
+        if best is None or best.found.timeline.time > self.time_bound * (1 + self.options.gap):
+            return None
+        return best
+
     def fit(self, progress: Progress | None, clock: _Clock) -> tuple[run.Evicted, Layout]:
         """Evictions and a layout within the budget: the best of a small graph, or the faster one of what is found
         and what was reached before."""
@@ -340,7 +368,11 @@ class _Search:
             if best is not None:
                 self.reached.offer(best)
                 return best.found, best.layout
-        made = self._searched(self.problem, progress, clock)
+            if self.options.evict == _EXACT_PLANNER and (best := self._without_solver(progress, clock)):
+                return best.found, best.layout
+            self._parts_first(progress, clock)
+        if budget is None or self.reached.within(budget) is None or not self.in_parts:
+            made = self._searched(self.problem, progress, clock)
         if budget is not None:
             self._other_orders(progress, clock)
             made = self.reached.within(budget)
@@ -360,6 +392,8 @@ class _Search:
         if self.options.order != Options().order or self.bound > self.budget:
             return
         tried = [self.problem.order]
+        if not self.in_parts:
+            self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
             self._own_orders(tried, progress, clock)
         for name in _ORDERS:
@@ -371,6 +405,66 @@ class _Search:
                 tried.append(order)
                 self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
+
+    def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
+        """Where a short search meets nothing, look at parts of ops before a long one."""
+        assert self.budget is not None
+        nothing = self.reached.within(self.budget) is None and self.bound <= self.budget
+        if (
+            nothing
+            and self._divisible()
+            and not self._look(self.problem, progress, clock, _LONG_LOOK).decision.met
+        ):
+            self._in_parts(progress, clock)
+
+    def _divisible(self) -> int:
+        """How many ops it is worth running in parts."""
+        apart = self.options.order == Options().order and set(self.problem.means) == {"recompute"}
+        if not apart or len(self.graph.ops) > _LARGE:
+            return 0
+        return min(_PARTS, len(divisible(self.problem.graph)))
+
+    def _in_parts(self, progress: Progress | None, clock: _Clock) -> None:
+        """Search with ops that run once for what later ops read and once for results that stay until the end, made
+        when little else is there: twice as many of them each time until something fits, then half as many more as
+        long as that is faster."""
+        assert self.budget is not None
+        self.in_parts = True
+        count, most = 1, self._divisible()
+        fits = self.reached.within(self.budget) is not None
+        looked: list[tuple[int, int]] = []  # peak, number
+        while count <= most and not (self._near() or self.interrupted or clock.search.over):
+            before, problem = self.reached.within(self.budget), self._parted(count, clock)
+            found = self._look(problem, progress, clock, _LOOK if fits else _LONG_LOOK)
+            looked.append((found.decision.peak, count))
+            if self._as_good(found, before):
+                self._searched(problem, progress, clock)
+            after = self.reached.within(self.budget)
+            if after is None:
+                count = min(2 * count, most) if count < most else most + 1
+            elif after is before:
+                return
+            else:
+                count += (count + 1) // 2
+        if (
+            looked
+            and self.reached.within(self.budget) is None
+            and not (self.interrupted or clock.search.over)
+        ):
+            self._searched(self._parted(min(looked)[1], clock), progress, clock)
+
+    def _parted(self, count: int, clock: _Clock) -> EvictionProblem:
+        """The problem with the first ``count`` of `divisible` ops in two parts, in an order of its own; always
+        the same one."""
+        problem = self.problem
+        known: dict[int, EvictionProblem] = problem.__dict__.setdefault("_parted", {})
+        if count not in known:
+            graph, stands = divided(problem.graph, divisible(problem.graph)[:count])
+            part = clock.search.part(_PREPARED)
+            order = order_of(graph, self.options, unplanned(graph).peak, part, self.budget)
+            chained = tuple(stands.index(k) for k in problem.chained)
+            known[count] = replace(problem, graph=graph, order=order, chained=chained, stands=stands)
+        return known[count]
 
     def _near(self) -> bool:
         """Whether there is a plan, and above the least time by no more than ``_FAR`` as a part of it, or than is good
@@ -397,20 +491,23 @@ class _Search:
         """Search in another order, where a first look says that it is as good or nothing fits yet."""
         assert self.budget is not None
         best = self.reached.within(self.budget)
-        if best is None or self._as_good(problem, best, progress, clock):
+        if best is None or self._as_good(self._look(problem, progress, clock), best):
             self._searched(problem, progress, clock)
 
-    def _as_good(
-        self, problem: EvictionProblem, best: floor.Placed, progress: Progress | None, clock: _Clock
-    ) -> bool:
-        """Whether a first look at an order promises as much as there is already."""
+    def _look(
+        self, problem: EvictionProblem, progress: Progress | None, clock: _Clock, work: int = _LOOK
+    ) -> run.Evicted:
+        """What is found in a short while, without dear seeds."""
         assert self.budget is not None
-        found = self._evict(
-            problem, self.budget, clock.search, min(_LOOK, self.options.work), progress, dear=False
-        )
+        work = min(work, self.options.work)
+        found = self._evict(problem, self.budget, clock.search, work, progress, dear=False)
         self.interrupted |= problem.archive.stopped
         problem.archive.stopped = False
-        near = found.timeline.time <= best.found.timeline.time * _NEARLY
+        return found
+
+    def _as_good(self, found: run.Evicted, best: floor.Placed | None) -> bool:
+        """Whether what was found in a short while promises as much as there is already, if anything fits yet."""
+        near = best is None or found.timeline.time <= best.found.timeline.time * _NEARLY
         return found.decision.met and near and not self.interrupted
 
     def _searched(
@@ -494,9 +591,13 @@ class _Search:
     ) -> run.Evicted:  # fmt: skip
         o, info = self.options, planner(self.options.evict, "evict")
         least = self.time_bound if self.time_bound < math.inf else 0.0
+        once = self.before.time
+        if problem.stands:
+            once = math.fsum(problem.graph.columns.time)
+            progress = _beside(progress, once - self.before.time)
         known = {
             "seconds": deadline.left, "work": work, "seed": o.seed, "gap": o.gap,
-            "goal": least * (1 + max(o.gap, self.near)) - self.before.time, "dear": dear,
+            "goal": least * (1 + max(o.gap, self.near)) - once, "dear": dear,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
         many = o.place and len(self.graph.ops) > MANY  # their places span a little more than the peak
@@ -563,6 +664,13 @@ class _Search:
             at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
+
+
+def _beside(progress: Progress | None, seconds: float) -> Progress | None:
+    """Who is told of extra seconds, told of so many more."""
+    if progress is None:
+        return None
+    return lambda peak, extra, met: progress(peak, extra + seconds, met)
 
 
 def least_time(

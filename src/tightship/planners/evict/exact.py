@@ -28,9 +28,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from tightship.analysis.bounds import time_bound
+from tightship.analysis.bounds import Relaxation, time_bound
+from tightship.analysis.moment_chain import ChainBound
 from tightship.errors import Unsupported
-from tightship.options import option
+from tightship.graph import Graph
+from tightship.options import Deadline, option
 from tightship.plan import Step
 from tightship.planners.evict import anneal, keep
 from tightship.planners.evict.lowering import Run, decide
@@ -45,7 +47,7 @@ from tightship.planners.evict.problem import (
 )
 from tightship.simulate import extra_bytes
 
-__all__ = ["Model", "Options", "Retention", "Runs", "Unit", "plan"]
+__all__ = ["Model", "Options", "Retention", "Runs", "Unit", "least_extra", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,18 @@ class Options:
     whole: int = option(200, "ops decided together at most")
     window: int = option(60, "units (ops that write one storage) decided together in larger graphs")
     seed: int = option(0, "seed of the search and of the solver")
+    goal: float = option(0.0, "seconds of recomputation that are few enough")
+
+
+_PROOF = 4.0
+"""Deterministic seconds of the solver for each chain of moments, at most."""
+
+
+def least_extra(graph: Graph, budget: int, deadline: Deadline, *, redraw: bool, in_place: bool) -> float:
+    """Seconds of recomputation that every plan within ``budget`` takes, as far as the solver proves it from several
+    moments at once; infinite where there is no plan. Raises ``Unsupported`` without OR-tools."""
+    relaxed = Relaxation(graph, redraw=redraw, in_place=in_place)
+    return ChainBound(_solver(), relaxed).extra(budget, _PROOF, deadline)
 
 
 def plan(
@@ -80,7 +94,7 @@ def plan(
     windows = list(_windows(retention, o))
     for free in windows:
         left = until - time.perf_counter()
-        if left <= 0 or (best.met and best.extra <= bound * (1 + 1e-9)):
+        if left <= 0 or (best.met and best.extra <= max(o.goal, bound * (1 + 1e-9))):
             break
         model = Model(cp_model, retention, budget, runs, o.again, free, bound)
         solved = model.solve(o.effort / len(windows), left, o.seed)

@@ -134,7 +134,8 @@ class EvictionProblem:
     ``lossy``: codecs may round.
     ``host``: bytes that may be copied out at once. ``chained``: ops that keep their place for a reason the graph does
     not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason.
-    ``in_place``: results take the places of inputs wherever ops allow it and nothing needs those any more."""
+    ``in_place``: results take the places of inputs wherever ops allow it and nothing needs those any more.
+    ``stands``: of a graph with parts of ops (`lowering.divided`), the op that each one stands for."""
 
     graph: Graph
     order: tuple[int, ...]
@@ -145,6 +146,7 @@ class EvictionProblem:
     chained: tuple[int, ...] = ()
     stuck: frozenset[int] = frozenset()
     in_place: bool = True
+    stands: tuple[int, ...] = ()
 
     @cached_property
     def archive(self) -> Archive:
