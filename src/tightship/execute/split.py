@@ -137,6 +137,23 @@ class Splitting:
         known = {k for group in self.groups for chain in group for k in chain.ops}
         return tuple(c for c in self._allowed(chains(self.captured, WIDE))[:1] if not c.ops.keys() <= known)
 
+    @cached_property
+    def fine(self) -> Mapping[tuple[int, frozenset[int]], Chain]:
+        """Chains that can be cut further than those of the groups, by what makes them the same."""
+        found = self._allowed(chains(self.captured, fine=True))
+        return {(c.seed, frozenset(c.ops)): c for c in found if any(axis.coarse for axis in c.ops.values())}
+
+    def _most(self, chain: Chain) -> int:
+        other = self.fine.get((chain.seed, frozenset(chain.ops)))
+        return chain.units if other is None else max(chain.units, other.units)
+
+    def _sliced(self, chain: Chain, count: int) -> tuple[Chain, int]:
+        """A chain in about so many slices, or the one that can be cut further: as many for each row of its masks."""
+        other = self.fine.get((chain.seed, frozenset(chain.ops)))
+        if count <= chain.units or other is None:
+            return chain, min(count, chain.units)
+        return other, min(other.units, -(-count // chain.units) * chain.units)
+
     def _allowed(self, found: Iterable[Chain]) -> list[Chain]:
         return [c for c in found if self.mode == ROUNDING or not c.adds(self.captured)]
 
@@ -171,9 +188,9 @@ class Splitting:
         of layers, as far as that does not make too many ops."""
         for n in range(1, min(_GROUPS, len(self.groups)) + 1):
             for count in SLICES:
-                chosen = {c: min(count, c.units) for group in self.groups[:n] for c in group}
-                if count == SLICES[0] or any(c.units > count // 2 for c in chosen):
-                    yield chosen
+                group = [c for group in self.groups[:n] for c in group]
+                if count == SLICES[0] or any(self._most(c) > count // 2 for c in group):
+                    yield dict(self._sliced(c, count) for c in group)
         for chain in self.wide:
             for count in SLICES:
                 if count == SLICES[0] or (chain.units > count // 2 and len(chain.ops) * count <= _MOST_OPS):

@@ -131,7 +131,7 @@ class _Trial:
     def __post_init__(self) -> None:
         call, axis, device = self.call, self.axis, self.program.graph.ops[self.k].device
         adds = any(v >= 0 and axis.results[n] == SUM for n, v in enumerate(call.results))
-        self.shortened = not self.bits and not adds and len(self.bounds) > _FEW
+        self.shortened = not (self.bits or adds or axis.coarse) and len(self.bounds) > _FEW
         units = self.units
         if self.shortened:
             units, self.bounds = self.bounds[_FEW][0], self.bounds[:_FEW]
@@ -326,6 +326,8 @@ def _cut(
     def part(p: Place, x: Any) -> Any:
         if axis.sizes is not None and p == axis.sizes[0]:
             return cut_size(x, axis.sizes[1], lambda n: place(n)[1])
+        if p in axis.coarse:
+            return x.narrow(0, axis.row(p, *place(x.shape[0] * axis.coarse[p])), 1)
         if p in axis.args and isinstance(x, torch.Tensor):
             return x.narrow(axis.args[p], *place(x.shape[axis.args[p]]))
         return x

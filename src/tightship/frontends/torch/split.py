@@ -334,6 +334,8 @@ class _Splitter:
             value = seen(self.old, k, axis, x.value)
             if value.storage in self.cut:
                 return self.own(value, k, i, axis.args[p])
+            if p in axis.coarse:
+                return self.piece(value, 0, self.row(k, axis, i, p, value), 1)
             if p not in axis.args:
                 return self.fake(x.value, None, value)
             parts.add(value.storage)
@@ -342,6 +344,14 @@ class _Splitter:
         given = call.args if whole else from_behind(call.fn, call.args, dims_of(self.old, k))
         args, kwargs = mapped(given, call.kwargs, part)
         return args, kwargs, parts
+
+    def row(self, k: int, axis: Axis, i: int, p: Place, x: Value) -> int:
+        """The row of a coarse argument that a slice lies in."""
+        try:
+            return axis.row(p, *self.length(k, i, x.shape[0] * axis.coarse[p]))
+        except ValueError as no:
+            count = len(self.bounds[self.chain[k].seed])
+            raise Unsupported(f"{count} slices of {self.graph.ops[k].name}", str(no)) from None
 
     def slice(
         self, k: int, axis: Axis, i: int, wholes: Mapping[int, int], sums: dict[int, torch.Tensor]

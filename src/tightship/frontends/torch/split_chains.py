@@ -93,10 +93,11 @@ def _placed(program: Program, k: int) -> list[tuple[Place, int]]:
 # --- finding chains -------------------------------------------------------------------------------------------
 
 
-def chains(program: Program, similar: int = _SIMILAR) -> tuple[Chain, ...]:
+def chains(program: Program, similar: int = _SIMILAR, *, fine: bool = False) -> tuple[Chain, ...]:
     """The chains of a program, those of the largest storages first; they share no op. ``similar``: they take in
-    storages of such a part of the largest of each."""
-    finder = _Finder(program, similar)
+    storages of such a part of the largest of each. ``fine``: masks that are the same for several slices, as all heads
+    of an image, do not keep these together; then no slice may need several of them."""
+    finder = _Finder(program, similar, fine)
     graph, found, taken = program.graph, list[Chain](), set[int]()
     sizes = sorted(
         (s for s in range(len(graph.storages)) if finder.may_be_cut(s)), key=lambda s: -graph.storages[s].size
@@ -116,8 +117,8 @@ def chains(program: Program, similar: int = _SIMILAR) -> tuple[Chain, ...]:
 
 
 class _Finder:
-    def __init__(self, program: Program, similar: int = _SIMILAR) -> None:
-        self.program, self.graph, self.similar = program, program.graph, similar
+    def __init__(self, program: Program, similar: int = _SIMILAR, fine: bool = False) -> None:
+        self.program, self.graph, self.similar, self.fine = program, program.graph, similar, fine
         self.touching: list[dict[int, None]] = [{} for _ in self.graph.storages]
         for k, op in enumerate(self.graph.ops):
             for v in (*op.inputs, *op.outputs):
@@ -183,8 +184,12 @@ class _Finder:
         fn, dims = self.program.calls[k].fn, dims_of(self.program, k)
         alike = [x for x in (*args, *kwargs.values(), *made) if isinstance(x, Value)]
         for lead in range(dims - 1, 0, -1):
-            if lead > 1 and not merges(fn, [*args, *kwargs.values()], lead, dims):
-                continue
+            coarse = dict[Place, int]()
+            if lead > 1:
+                found = merges(fn, dict[Place, Any](enumerate(args)) | kwargs, lead, dims, fine=self.fine)
+                if found is None:
+                    continue
+                coarse = found
             if lead > 1 and any(merged(x, lead, dims) is None for x in alike):
                 continue
 
@@ -197,8 +202,8 @@ class _Finder:
             for axis in axes(fn, given, results, named):
                 if lead == 1:
                     yield axis
-                elif 0 in (*axis.args.values(), axis.results.get(0)):
-                    yield replace(axis, merge=lead)
+                elif axis.results.get(0, axis.args.get(0)) == 0:
+                    yield replace(axis, merge=lead, coarse=coarse)
 
     def _lengths(self, k: int, axis: Axis) -> set[int] | None:
         """The lengths of what is cut; None where there is nothing to cut."""

@@ -48,6 +48,15 @@ class Axis:
     """Of a loss: what the mean divides by is counted over the whole before the first slice."""
     merge: int = 1
     """So many dimensions, the first ones, are taken for one: dimensions are counted behind that (`merged`)."""
+    coarse: dict[Place, int] = field(default_factory=dict)
+    """Of arguments with one row for so many rows of that one: a slice is given the row that it lies in."""
+
+    def row(self, place: Place, start: int, length: int) -> int:
+        """The row of a coarse argument for a slice; ``ValueError`` where the slice needs several."""
+        factor = self.coarse[place]
+        if start // factor != (start + length - 1) // factor:
+            raise ValueError("a slice needs several rows of what is the same for all of them")
+        return start // factor
 
 
 _Rule = Callable[[Sequence[Any], Sequence[Shape | None]], Iterator[Axis]]
@@ -113,27 +122,41 @@ _ALONG = {
 """Ops besides the elementwise ones to which the first dimensions are one, and the argument that names a dimension."""
 
 
-def merges(fn: Any, args: Sequence[Any], lead: int, dims: int) -> bool:
-    """Whether the first ``lead`` of ``dims`` dimensions may be taken for one in all arguments, with values in the
-    place of tensors: scores of images and heads of attention are so cut into those of each head. What is broadcast
-    along one of them only may not."""
+def merges(
+    fn: Any, args: Mapping[Place, Any], lead: int, dims: int, *, fine: bool
+) -> dict[Place, int] | None:
+    """Whether the first ``lead`` of ``dims`` dimensions may be taken for one in all arguments, by their place, with
+    values for tensors: scores of images and heads of attention are so cut into those of each head. None if not, or
+    the arguments of which several rows need the same, as an `Axis` has them: if ``fine``, those that are broadcast
+    along the last of these dimensions."""
     along = 0 if _each(fn) else _ALONG.get(name_of(fn))
     if along is None or (along > 0 and args[along] % dims < lead):
-        return False
-    given = [x for x in args if isinstance(x, Value)]
+        return None
     if along < 0 and dims - len(args[1 if name_of(fn) == "native_layer_norm" else 2]) < lead:
-        return False
-    full = [x.shape[:lead] for x in given if len(x.shape) == dims and not _broadcast(x, lead)]
-    return bool(full) and all(
-        len(x.shape) <= dims - lead
-        or (len(x.shape) == dims and (x.shape[:lead] == full[0] or _broadcast(x, lead)))
-        for x in given
+        return None
+    given = {p: x for p, x in args.items() if isinstance(x, Value) and len(x.shape) > dims - lead}
+    if any(len(x.shape) != dims for x in given.values()):
+        return None
+    full = next((x.shape[:lead] for x in given.values() if _varies(x, lead) == lead), None)
+    coarse = dict[Place, int]()
+    for p, x in given.items():
+        varies = _varies(x, lead)
+        if full is None or varies is None or x.shape[:varies] != full[:varies]:
+            return None
+        if 0 < varies < lead:
+            coarse[p] = prod(full[varies:])
+    return coarse if fine or not coarse else None
+
+
+def _varies(x: Value | TapeValue, lead: int) -> int | None:
+    """Along how many of the first dimensions a value is not broadcast, the others following; None if they do not."""
+    same = [n == 1 or s == 0 for n, s in zip(x.shape[:lead], x.stride[:lead], strict=True)]
+    if all(same):
+        return 0
+    last = lead - same[::-1].index(False)
+    return (
+        None if any(n > 1 and s == 0 for n, s in zip(x.shape[:last], x.stride[:last], strict=True)) else last
     )
-
-
-def _broadcast(x: Value | TapeValue, lead: int) -> bool:
-    """Whether a value is the same all along its first dimensions."""
-    return all(n == 1 or s == 0 for n, s in zip(x.shape[:lead], x.stride[:lead], strict=True))
 
 
 _V = TypeVar("_V", Value, TapeValue)
@@ -141,15 +164,14 @@ _V = TypeVar("_V", Value, TapeValue)
 
 def merged(x: _V, lead: int, dims: int) -> _V | None:
     """A value of ``dims`` dimensions with the first ``lead`` as one, others as they are; None where its strides do
-    not allow that."""
+    not allow that. What is broadcast has a row for each that differs."""
     if lead == 1 or len(x.shape) < dims:
         return x
-    if _broadcast(x, lead):
-        return replace(x, shape=(1, *x.shape[lead:]), stride=(0, *x.stride[lead:]))
-    own = [(n, s) for n, s in zip(x.shape[:lead], x.stride[:lead], strict=True) if n > 1]
+    own = [(n, s) for n, s in zip(x.shape[:lead], x.stride[:lead], strict=True) if n > 1 and s != 0]
     if any(s != m * t for (_, s), (m, t) in pairwise(own)):
         return None
-    return replace(x, shape=(prod(n for n, _ in own), *x.shape[lead:]), stride=(own[-1][1], *x.stride[lead:]))
+    stride = own[-1][1] if own else 0
+    return replace(x, shape=(prod(n for n, _ in own), *x.shape[lead:]), stride=(stride, *x.stride[lead:]))
 
 
 def from_behind(fn: Any, args: Sequence[Any], dims: int) -> list[Any]:
