@@ -251,7 +251,8 @@ def trained(model: Any, loss_of: Any) -> Any:
 
 def peers(model: Any, batch: Any, counts: list[int], steps: int) -> list[tuple[str, ...]]:
     """Rows of peak, time and loss for each way; static bytes are parameters and both moments."""
-    static, rows, losses = 3 * sum(p.numel() * p.itemsize for p in model.parameters()), [], []
+    static = 3 * sum(p.numel() * p.itemsize for p in model.parameters())
+    rows, losses = list[tuple[str, ...]](), list[float]()
 
     def row(way: str, run: Any) -> None:
         began = time.perf_counter()
