@@ -42,7 +42,7 @@ from tightship.planners import default
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- begin: benchmarks/split.py -->", "<!-- end: benchmarks/split.py -->"
 PEERS = "<!-- begin: benchmarks/split.py --peers -->", "<!-- end: benchmarks/split.py --peers -->"
-ALLOW = f"recompute,{deciding.ROUNDING}"
+ALLOW = f"recompute,{default.ROUNDING}"
 MIB = 2**20
 CONFIG = {"n_layer": 6, "n_embd": 256, "n_head": 8, "vocab_size": 50257, "n_positions": 512}
 QUICK = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 5000, "n_positions": 64}
