@@ -271,10 +271,6 @@ def peers(model: Any, batch: Any, counts: list[int], steps: int) -> list[tuple[s
         row(f"by hand, {count} slices", trained(copy.deepcopy(model), chunked(count)))
         if hasattr(torch.nn.functional, "linear_cross_entropy"):
             row(f"linear_cross_entropy, {count} slices", trained(copy.deepcopy(model), linear(count)))
-    for count in (0, *counts[:1]):
-        options = {"auto_chunker.enable": count > 0} | ({"auto_chunker.num_chunk": count} if count else {})
-        compiled = torch.compile(whole, options=options)
-        row(f"Inductor, {f'chunker, {count}' if count else 'whole'}", trained(copy.deepcopy(model), compiled))
     for count in counts:
         deciding.SLICES = (count,)
         one = copy.deepcopy(model)
@@ -283,6 +279,10 @@ def peers(model: Any, batch: Any, counts: list[int], steps: int) -> list[tuple[s
         row(f"tightship, {count} slices, least", fitted(one, batch, floor, adamw))
         roomy = fitted(copy.deepcopy(model), batch, floor * 5 // 4, adamw)
         row(f"tightship, {count} slices, least + 25 %", roomy)
+    for count in (0, *counts[:1]):
+        options = {"auto_chunker.enable": count > 0} | ({"auto_chunker.num_chunk": count} if count else {})
+        compiled = torch.compile(whole, options=options)
+        row(f"Inductor, {f'chunker, {count}' if count else 'whole'}", trained(copy.deepcopy(model), compiled))
     return rows
 
 

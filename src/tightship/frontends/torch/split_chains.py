@@ -64,6 +64,8 @@ def narrowed(length: int, units: int, part: tuple[int, int]) -> tuple[int, int]:
 
 def seen(program: Program, k: int, axis: Axis, v: int) -> Value:
     """A value as a slice of op ``k`` is cut from it: with the first dimensions as one, where the axis says so."""
+    if axis.merge == 1:
+        return program.graph.values[v]
     found = merged(program.graph.values[v], axis.merge, dims_of(program, k))
     if found is None:
         raise ValueError(f"{program.graph.values[v].name} has no such dimension")
@@ -127,6 +129,7 @@ class _Finder:
                 self.touching[s][k] = None
         self._axes: dict[int, list[Axis]] = {}
         self._dims: dict[tuple[int, int, int], int | None] = {}
+        self._goes: dict[int, bool] = {}
         self._places: dict[int, list[tuple[Place, int]]] = {}
 
     def may_be_cut(self, s: int) -> bool:
@@ -135,6 +138,12 @@ class _Finder:
         if s in graph.static or s in graph.kept or storage.pool != "device" or not storage.size:
             return False
         return self.dim(self.program.bases[s]) is not None
+
+    def goes(self, s: int) -> bool:
+        """Whether each op that touches it may be cut in some way; without that, no chain takes it in."""
+        if s not in self._goes:
+            self._goes[s] = all(self.axes(k) for k in self.touching[s])
+        return self._goes[s]
 
     def dim(self, v: int, k: int = -1, axis: Axis | None = None) -> int | None:
         """The dimension of a value along which it is cut where its storage is: the outermost in memory. As op ``k``
@@ -238,6 +247,8 @@ class _Finder:
     def around(self, seed: int) -> Chain | None:
         """The chain around a storage; None without one."""
         blocked: set[int] = set()
+        if not self.goes(seed):
+            return None
         while True:
             cut, ops, blame = self._grown(seed, blocked)
             if not blame:
@@ -268,7 +279,7 @@ class _Finder:
             for v in self.parts(k, axis):
                 s = self.graph.values[v].storage
                 large = self.graph.storages[s].size >= least
-                if s not in cut and s not in blocked and large and self.may_be_cut(s):
+                if s not in cut and s not in blocked and large and self.may_be_cut(s) and self.goes(s):
                     cut.add(s)
                     work += self.touching[s]
         return cut, ops, set()
