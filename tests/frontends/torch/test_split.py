@@ -434,3 +434,10 @@ def test_attention_that_drops_at_random_is_left_whole():
     assert drawing
     for found in (chains(program), chains(program, WIDE)):
         assert not any(drawing & c.ops.keys() for c in found)
+
+
+def test_rms_norms_are_cut_by_rows():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.RMSNorm(64), nn.Linear(64, 8)).double()
+    batch = (torch.randn(4, 6, 8, dtype=torch.float64),)
+    compared(model, squares, batch, slices=(2, 3, 8))

@@ -391,16 +391,6 @@ def _pad(args: Sequence[Any], results: Sequence[Shape | None]) -> Iterator[Axis]
         yield Axis({0: d}, {0: d})
 
 
-def _rms_norm(args: Sequence[Any], results: Sequence[Shape | None]) -> Iterator[Axis]:
-    for d in range(len(args[0]) - len(args[1])):
-        yield Axis({0: d}, {0: d, 1: d})
-
-
-def _rms_norm_backward(args: Sequence[Any], results: Sequence[Shape | None]) -> Iterator[Axis]:
-    for d in range(len(args[1]) - len(args[2])):
-        yield Axis({0: d, 1: d, 3: d}, {0: d, 1: SUM})
-
-
 def _attention(
     args: Sequence[Any], results: Sequence[Shape | None], kwargs: Mapping[str, Any]
 ) -> Iterator[Axis]:
@@ -484,8 +474,6 @@ _RULES: dict[str, _Rule] = {
     "constant_pad_nd": _pad,
     "native_group_norm": _images((0,), (0, 0, 0), sizes=3),
     "native_group_norm_backward": _images((0, 1, 2, 3), (0, SUM, SUM), sizes=5),
-    "_fused_rms_norm": _rms_norm,
-    "_fused_rms_norm_backward": _rms_norm_backward,
     "max_pool2d_with_indices": _images((0,), (0, 0)),
     "max_pool2d_with_indices_backward": _images((0, 1, 7), (0,)),
     "avg_pool2d": _images((0,), (0,)),
