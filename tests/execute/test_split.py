@@ -223,6 +223,45 @@ def test_exact_slices_leave_the_bits_of_eager():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+class Attending(nn.Module):
+    """Attention written out, over a batch of which each row is padded by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x, padded):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        mask = torch.zeros(padded.shape).masked_fill(padded, -1e9)[:, None, None, :]
+        scores = q @ k.transpose(-1, -2) / 2 + mask.expand(-1, 1, x.shape[1], -1)
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape))
+
+
+def test_scores_of_attention_exist_by_heads_with_the_bits_of_eager():
+    torch.manual_seed(0)
+    model = Attending()
+    twin = copy.deepcopy(model)
+    batch = torch.randn(2, 128, 16), torch.arange(128)[None] >= torch.tensor([[100], [128]])
+
+    def loss(model, batch):
+        return model(*batch).square().mean()
+
+    options = {"cache": None, "seconds_per_op": 0.0, "seconds": 1.0, "strict": True, "verify_every": 1}
+    optimizer, other = (torch.optim.AdamW(m.parameters()) for m in (model, twin))
+    step = fit(model, loss, optimizer, batch, "22%", allow=f"recompute,{EXACT}", **options)
+    assert any("in 8 slices, bit-identical" in note for note in step.notes)
+    for _ in range(3):
+        eager = loss(twin, batch)
+        eager.backward()
+        other.step()
+        other.zero_grad()
+        assert torch.equal(step(batch), eager.detach())
+    as_planned(step)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(optimizer.state[p][n], x) for n, x in other.state[q].items())
+
+
 def test_comparing_bits_and_rounding_otherwise_exclude_each_other(model):
     with pytest.raises(BadInput, match="verify_every"):
         fitted(model, "50%", verify_every=2)

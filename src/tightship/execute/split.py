@@ -9,7 +9,7 @@ its ops is computed as a whole and in slices on random data: ``split`` takes wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from tightship.errors import Infeasible, Unsupported
 from tightship.execute.split_trials import patch_verdict, verdict
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.split import split
-from tightship.frontends.torch.split_chains import Chain, chains
+from tightship.frontends.torch.split_chains import WIDE, Chain, chains
 from tightship.frontends.torch.split_windows import windows
 from tightship.graph import Graph
 from tightship.options import Deadline
@@ -39,6 +39,9 @@ _GROUPS = 3
 """Chains that are not alike and are split together, at most."""
 _GAIN = 0.01
 """By so much of the unplanned time a plan is slower before slices are tried, and faster with them."""
+
+_MOST_OPS = 4000
+"""Ops that a chain through whole blocks of layers may come to, in all its slices."""
 
 _TRIES = 8
 """Choices of regions that are planned, each of fewer bytes than the one before."""
@@ -124,10 +127,35 @@ class Splitting:
     def groups(self) -> list[list[Chain]]:
         """Chains by what they look like, those of the largest storages first."""
         found: dict[Any, list[Chain]] = {}
-        for chain in chains(self.captured):
-            if self.mode == ROUNDING or not chain.adds(self.captured):
-                found.setdefault(chain.pattern(self.captured), []).append(chain)
+        for chain in self._allowed(chains(self.captured)):
+            found.setdefault(chain.pattern(self.captured), []).append(chain)
         return list(found.values())
+
+    @cached_property
+    def wide(self) -> tuple[Chain, ...]:
+        """Chains through whole blocks of layers, images by images."""
+        known = {k for group in self.groups for chain in group for k in chain.ops}
+        return tuple(c for c in self._allowed(chains(self.captured, WIDE))[:1] if not c.ops.keys() <= known)
+
+    @cached_property
+    def fine(self) -> Mapping[tuple[int, frozenset[int]], Chain]:
+        """Chains that can be cut further than those of the groups, by what makes them the same."""
+        found = self._allowed(chains(self.captured, fine=True))
+        return {(c.seed, frozenset(c.ops)): c for c in found if any(axis.coarse for axis in c.ops.values())}
+
+    def _most(self, chain: Chain) -> int:
+        other = self.fine.get((chain.seed, frozenset(chain.ops)))
+        return chain.units if other is None else max(chain.units, other.units)
+
+    def _sliced(self, chain: Chain, count: int) -> tuple[Chain, int]:
+        """A chain in about so many slices, or the one that can be cut further: as many for each row of its masks."""
+        other = self.fine.get((chain.seed, frozenset(chain.ops)))
+        if count <= chain.units or other is None:
+            return chain, min(count, chain.units)
+        return other, min(other.units, -(-count // chain.units) * chain.units)
+
+    def _allowed(self, found: Iterable[Chain]) -> list[Chain]:
+        return [c for c in found if self.mode == ROUNDING or not c.adds(self.captured)]
 
     @cached_property
     def finder(self) -> Finder | None:
@@ -156,12 +184,17 @@ class Splitting:
             choice = self.finder.best(limit)
 
     def candidates(self) -> Iterator[dict[Chain, int]]:
-        """Chains and slices in the order in which they are tried: fewer chains, then fewer slices."""
+        """Chains and slices in the order in which they are tried: fewer chains, then fewer slices; then whole blocks
+        of layers, as far as that does not make too many ops."""
         for n in range(1, min(_GROUPS, len(self.groups)) + 1):
             for count in SLICES:
-                chosen = {c: min(count, c.units) for group in self.groups[:n] for c in group}
-                if count == SLICES[0] or any(c.units > count // 2 for c in chosen):
-                    yield chosen
+                group = [c for group in self.groups[:n] for c in group]
+                if count == SLICES[0] or any(self._most(c) > count // 2 for c in group):
+                    yield dict(self._sliced(c, count) for c in group)
+        for chain in self.wide:
+            for count in SLICES:
+                if count == SLICES[0] or (chain.units > count // 2 and len(chain.ops) * count <= _MOST_OPS):
+                    yield {chain: min(count, chain.units)}
 
     def believed(self, slices: Mapping[Chain, int]) -> tuple[dict[Chain, int], bool]:
         """Those of the chains that may be split so, as probes say, and whether any of them rounds."""

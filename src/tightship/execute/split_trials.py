@@ -18,8 +18,18 @@ from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.copy import bare
 from tightship.frontends.torch.optimizer.updates import Updater, independent
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, map_tree, substitute
-from tightship.frontends.torch.split_chains import narrowed
-from tightship.frontends.torch.split_rules import SUM, Axis, added_wide, axes, most_index
+from tightship.frontends.torch.split_chains import dims_of, narrowed, seen
+from tightship.frontends.torch.split_rules import (
+    SUM,
+    Axis,
+    Place,
+    added_wide,
+    axes,
+    cut_size,
+    from_behind,
+    mapped,
+    most_index,
+)
 from tightship.frontends.torch.split_windows import slice_args, windows
 from tightship.graph import Value
 
@@ -46,11 +56,10 @@ def verdict(program: Program, k: int, axis: Axis, units: int, slices: int, *, bi
     reference, or is ``wrong``. It is run on random data, once for calls that are alike; in its first slices alone
     where ``bits`` need not be the same and nothing is added up."""
     call, values = program.calls[k], program.graph.values
-    looks = [
-        (values[x.value].dtype, values[x.value].shape, values[x.value].stride) if isinstance(x, Ref) else x
-        for x in call.args
-    ]
-    key: tuple[Any, ...] = (str(call.fn), repr(looks), repr(call.kwargs), repr(axis), units, slices, bits)
+    looks = substitute(
+        (call.args, call.kwargs), lambda v: (values[v].dtype, values[v].shape, values[v].stride)
+    )
+    key: tuple[Any, ...] = (str(call.fn), repr(looks), repr(axis), units, slices, bits)
     key = (*key, torch.get_num_threads())
     if key not in _KNOWN:
         with compat.plain_execution(), torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -116,42 +125,72 @@ class _Trial:
     units: int
     bits: bool
     args: list[Any] = field(init=False)
+    kwargs: dict[str, Any] = field(init=False)
+    shortened: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        call, values, device = (
-            self.program.calls[self.k],
-            self.program.graph.values,
-            self.program.graph.ops[self.k].device,
-        )
-        shapes = [torch.Size(values[x.value].shape) if isinstance(x, Ref) else x for x in call.args]
-        adds = any(v >= 0 and self.axis.results[n] == SUM for n, v in enumerate(call.results))
-        given: list[Any] = [values[x.value] if isinstance(x, Ref) else x for x in call.args]
-        if not self.bits and not adds and len(self.bounds) > _FEW:
+        call, axis, device = self.call, self.axis, self.program.graph.ops[self.k].device
+        adds = any(v >= 0 and axis.results[n] == SUM for n, v in enumerate(call.results))
+        self.shortened = not (self.bits or adds or axis.coarse) and len(self.bounds) > _FEW
+        units = self.units
+        if self.shortened:
             units, self.bounds = self.bounds[_FEW][0], self.bounds[:_FEW]
-            for p, d in self.axis.args.items():
-                shape = list(given[p].shape)
-                shape[d] = shape[d] // self.units * units
-                given[p] = replace(given[p], shape=tuple(shape))
-            if self.axis.sizes is not None:
-                p, d = self.axis.sizes
-                given[p] = [n // self.units * units if e == d else n for e, n in enumerate(given[p])]
-            self.units = units
-        self.args = [
-            _drawn(x, most_index(call.fn, shapes, p), device) if isinstance(x, Value) else x
-            for p, x in enumerate(given)
-        ]
+
+        def short(n: int) -> int:
+            return n // self.units * units
+
+        def value(p: Place, x: Any) -> Any:
+            if axis.sizes is not None and p == axis.sizes[0]:
+                return cut_size(x, axis.sizes[1], short)
+            if not isinstance(x, Ref):
+                return x
+            found = seen(self.program, self.k, axis, x.value)
+            if p in axis.args:
+                d = axis.args[p]
+                shape = tuple(short(n) if e == d else n for e, n in enumerate(found.shape))
+                found = replace(found, shape=shape)
+            return found
+
+        dims = dims_of(self.program, self.k)
+        given = call.args if axis.merge == 1 else from_behind(call.fn, call.args, dims)
+        self.args, self.kwargs = mapped(given, call.kwargs, value)
+        shapes = mapped(self.args, {}, lambda _, x: torch.Size(x.shape) if isinstance(x, Value) else x)[0]
+
+        def drawn(p: Place, x: Any) -> Any:
+            most = most_index(call.fn, shapes, p) if isinstance(p, int) else 0
+            return _drawn(x, most, device) if isinstance(x, Value) else x
+
+        self.args, self.kwargs = mapped(self.args, self.kwargs, drawn)
+        self.units = units
 
     @property
     def call(self) -> Call:
         return self.program.calls[self.k]
 
-    def run(self, args: Sequence[Any]) -> list[Any]:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The results; of an op in place, what it has written."""
         if self.program.graph.ops[self.k].mutates:
             first = args[0].clone()
-            self.call.fn(first, *args[1:], **self.call.kwargs)
+            self.call.fn(first, *args[1:], **kwargs)
             return [first]
-        return flat(self.call.fn(*args, **self.call.kwargs))
+        return flat(self.call.fn(*args, **kwargs))
+
+    def whole(self) -> list[Any]:
+        """The results in one piece, of the tensors as the op has them."""
+        if self.axis.merge == 1 or self.shortened:  # such ops take dimensions that lie so for one themselves
+            return self.run(self.args, self.kwargs)
+        values = self.program.graph.values
+        drawn = {p: x for p, x in (*enumerate(self.args), *self.kwargs.items())}
+
+        def asked(p: Place, x: Any) -> Any:
+            if not isinstance(x, Ref):
+                return x
+            own = drawn[p[0]][p[1]] if isinstance(p, tuple) else drawn[p]
+            return own.as_strided(values[x.value].shape, values[x.value].stride)
+
+        made = self.run(*mapped(self.call.args, self.call.kwargs, asked))
+        lead = self.axis.merge - 1
+        return [x.flatten(0, lead) if isinstance(x, torch.Tensor) and x.ndim > lead else x for x in made]
 
     def wanted(self) -> list[int]:
         if self.program.graph.ops[self.k].mutates:
@@ -159,27 +198,27 @@ class _Trial:
         known = [n for n, v in enumerate(self.call.results) if v >= 0]
         return [0] if self.axis.counted else known
 
-    def part(self, i: int, args: Sequence[Any]) -> list[Any]:
-        return _cut(args, self.axis, lambda n: narrowed(n, self.units, self.bounds[i]))
+    def part(self, i: int) -> tuple[list[Any], dict[str, Any]]:
+        return _cut(self.args, self.kwargs, self.axis, lambda n: narrowed(n, self.units, self.bounds[i]))
 
     def verdict(self) -> str:
         try:
-            whole = self.run(self.args)
-            sliced = self.sliced(self.args)
+            whole = self.whole()
+            sliced = self.sliced()
             if all(self.same(n, whole[n], sliced[n]) for n in self.wanted()):
                 return "same"
             return "rounds" if all(self.sound(n, whole[n], sliced[n]) for n in self.wanted()) else "wrong"
         except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError):
             return "wrong"
 
-    def sliced(self, args: Sequence[Any]) -> dict[int, Any]:
+    def sliced(self) -> dict[int, Any]:
         """The results of the slices, put together as `split` does; parts in a list."""
-        out: dict[int, Any] = {}
+        out, args = dict[int, Any](), self.args
         wide = self.axis.results.get(0) == SUM and added_wide(
             self.call.fn, self.call.kwargs, self.run_dtype(0)
         )
         for i in range(len(self.bounds)):
-            given = self.part(i, args)
+            given, kwargs = self.part(i)
             if self.axis.counted and self.call.args[3] == 1:
                 given[3] = 2
             adds = self.axis.results.get(0) == SUM
@@ -188,7 +227,7 @@ class _Trial:
             if i and adds and self.call.fn is aten.mm.default:
                 out[0].addmm_(*given)
                 continue
-            made = self.run(given)
+            made = self.run(given, kwargs)
             for n in self.wanted():
                 if self.axis.counted:
                     made[n] = made[n].double()
@@ -222,8 +261,8 @@ class _Trial:
         """Whether slices are no further from the reference than the whole is."""
         if not whole.is_floating_point():
             return False
-        args, cut = self.sampled(n, self.args, whole)
-        reference, ours, d = self.reference(args)[n], sliced, self.axis.results[n]
+        args, kwargs, cut = self.sampled(n, whole)
+        reference, ours, d = self.reference(args, kwargs)[n], sliced, self.axis.results[n]
         if d != SUM:  # the first slice is enough
             length = narrowed(whole.shape[d], self.units, self.bounds[0])[1]
             reference, whole, ours = reference.narrow(d, 0, length), whole.narrow(d, 0, length), sliced[0]
@@ -234,7 +273,7 @@ class _Trial:
             magnitudes = [
                 x.abs() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args
             ]
-            least = torch.finfo(self.run_dtype(n)).eps * float(self.reference(magnitudes)[n].abs())
+            least = torch.finfo(self.run_dtype(n)).eps * float(self.reference(magnitudes, kwargs)[n].abs())
             return mine <= max(theirs * _TOLERANCE, least)
         return theirs <= near and mine <= theirs * _TOLERANCE
 
@@ -244,22 +283,26 @@ class _Trial:
         return dtype_of(self.program.graph.values[v].dtype)
 
     def sampled(
-        self, n: int, args: Sequence[Any], whole: torch.Tensor
-    ) -> tuple[list[Any], Callable[[torch.Tensor], torch.Tensor]]:
+        self, n: int, whole: torch.Tensor
+    ) -> tuple[list[Any], dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]:
         """Some rows of another dimension of the result, with the arguments that they follow from."""
-        shapes = [x.shape if isinstance(x, torch.Tensor) else x for x in args]
+
+        def shape(_: Place, x: Any) -> Any:
+            return x.shape if isinstance(x, torch.Tensor) else x
+
+        shapes, named = mapped(self.args, self.kwargs, shape)
         results: list[Any] = [None] * len(self.call.results)
         results[n] = tuple(whole.shape)
-        for other in axes(self.call.fn, shapes, results):
+        for other in axes(self.call.fn, shapes, results, named):
             d = other.results.get(n, SUM)
             if d in (SUM, self.axis.results[n]) or not other.args or other.sizes is not None:
                 continue
             count = min(_SAMPLED, whole.shape[d])
-            given = _cut(args, other, partial(_first, count))
-            return given, partial(torch.narrow, dim=d, start=0, length=count)
-        return list(args), lambda t: t
+            given, kwargs = _cut(self.args, self.kwargs, other, partial(_first, count))
+            return given, kwargs, partial(torch.narrow, dim=d, start=0, length=count)
+        return self.args, self.kwargs, lambda t: t
 
-    def reference(self, args: Sequence[Any]) -> list[Any]:
+    def reference(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
         """The results in float64."""
 
         def wide(x: Any) -> Any:
@@ -267,7 +310,7 @@ class _Trial:
                 return x.double()
             return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
 
-        kwargs = map_tree(wide, self.call.kwargs)
+        kwargs = map_tree(wide, dict(named))
         given = map_tree(wide, list(args))
         if self.program.graph.ops[self.k].mutates:
             self.call.fn(*given, **kwargs)
@@ -275,19 +318,21 @@ class _Trial:
         return flat(self.call.fn(*given, **kwargs))
 
 
-def _cut(args: Sequence[Any], axis: Axis, place: Callable[[int], tuple[int, int]]) -> list[Any]:
+def _cut(
+    args: Sequence[Any], kwargs: Mapping[str, Any], axis: Axis, place: Callable[[int], tuple[int, int]]
+) -> tuple[list[Any], dict[str, Any]]:
     """Arguments cut along an axis; ``place``: where of a dimension of that length, and how much."""
-    given = list(args)
-    for p, d in axis.args.items():
-        if isinstance(given[p], torch.Tensor):
-            start, length = place(given[p].shape[d])
-            given[p] = given[p].narrow(d, start, length)
-    if axis.sizes is not None:
-        p, d = axis.sizes
-        sizes = list(given[p])
-        sizes[d] = place(sizes[d])[1]
-        given[p] = sizes
-    return given
+
+    def part(p: Place, x: Any) -> Any:
+        if axis.sizes is not None and p == axis.sizes[0]:
+            return cut_size(x, axis.sizes[1], lambda n: place(n)[1])
+        if p in axis.coarse:
+            return x.narrow(0, axis.row(p, *place(x.shape[0] * axis.coarse[p])), 1)
+        if p in axis.args and isinstance(x, torch.Tensor):
+            return x.narrow(axis.args[p], *place(x.shape[axis.args[p]]))
+        return x
+
+    return mapped(args, kwargs, part)
 
 
 def _first(count: int, length: int) -> tuple[int, int]:

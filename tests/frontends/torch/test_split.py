@@ -12,7 +12,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.program import evaluate
 from tightship.frontends.torch.split import split
-from tightship.frontends.torch.split_chains import chains
+from tightship.frontends.torch.split_chains import WIDE, chains
 from tightship.graph import Graph
 
 # ---- running programs without plans
@@ -320,3 +320,124 @@ def test_most_random_programs_have_something_to_split():
         model, batch = drawn(seed)
         with_chains += bool(chains(captured(model, lambda m, b: m.loss(m(b[0])), batch)))
     assert with_chains >= 10
+
+
+# ---- attention, images, whole blocks of layers
+
+
+class Attention(nn.Module):
+    """Blocks with attention over a batch whose rows are padded; written out, or as one op."""
+
+    def __init__(self, written=True, causal=False, masked=True):
+        super().__init__()
+        self.written, self.causal, self.masked = written, causal, masked
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(12, 36) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.double()
+
+    def forward(self, x, padded):
+        mask = padded[:, None, None, :].expand(-1, 1, x.shape[1], -1)
+        mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, -1e9) if self.masked else None
+        for norm, qkv, out in zip(self.norms, self.qkv, self.out, strict=True):
+            heads = qkv(norm(x)).view(*x.shape[:2], 3, 3, 4).permute(2, 0, 3, 1, 4)
+            x = x + out(self.attended(*heads, mask).transpose(1, 2).reshape(x.shape))
+        return x
+
+    def attended(self, q, k, v, mask):
+        if not self.written:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
+        scores = q @ k.transpose(-1, -2) / 2
+        return (scores if mask is None else scores + mask).softmax(-1) @ v
+
+
+def padded_batch(images=2):
+    x = torch.randn(images, 16, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x, torch.arange(16)[None] >= torch.tensor([12, 16, 9, 14])[:images, None]
+
+
+def squares(model, batch):
+    return model(*batch).square().sum()
+
+
+def test_heads_are_slices_of_scores_though_masks_are_of_images():
+    torch.manual_seed(0)
+    model, batch = Attention(), padded_batch()
+    program = captured(model, squares, batch)
+    want = run(program, model, batch)
+    coarse = next(c for c in chains(program) if "bmm" in program.graph.storages[c.seed].name)
+    fine = next(c for c in chains(program, fine=True) if c.seed == coarse.seed)
+    assert (coarse.units, fine.units) == (2, 6)
+    for count in (2, 4, 6):
+        assert close(run(split(program, {fine: count}), model, batch), want)
+    with pytest.raises(Unsupported, match="3 slices"):  # one of them has heads of both images
+        split(program, {fine: 3})
+
+
+def test_scores_that_nothing_masks_are_cut_by_images_and_heads_as_one():
+    torch.manual_seed(0)
+    _, found = compared(Attention(masked=False), squares, padded_batch(), slices=(2, 3, 6))
+    assert 6 in {c.units for c in found}
+
+
+@pytest.mark.parametrize(
+    ("causal", "masked"), [(False, False), (True, False), (False, True)], ids=["plain", "causal", "masked"]
+)
+def test_blocks_with_attention_as_one_op_run_images_by_images(causal, masked):
+    torch.manual_seed(0)
+    model, batch = Attention(written=False, causal=causal, masked=masked), padded_batch(4)
+    program = captured(model, squares, batch)
+    want = run(program, model, batch)
+    chain = chains(program, WIDE)[0]
+    targets = [program.graph.ops[k].target for k in chain.ops]
+    assert sum("scaled_dot_product" in target for target in targets) == 4
+    assert chain.units == 4
+    for count in (2, 3, 4):
+        assert close(run(split(program, {chain: count}), model, batch), want)
+
+
+class Images(nn.Module):
+    """The ops of a small U-Net."""
+
+    def __init__(self, mode="nearest", pool=F.max_pool2d):
+        super().__init__()
+        self.mode, self.pool = mode, pool
+        self.down, self.middle, self.up = (nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 4), (4, 4), (8, 4)))
+        self.norms = nn.ModuleList(nn.GroupNorm(2, 4) for _ in range(3))
+        self.double()
+
+    def forward(self, x):
+        wide = F.silu(self.norms[0](self.down(x)))
+        y = F.silu(self.norms[1](self.middle(self.pool(F.pad(wide, (1, 1, 1, 1)), 2))))
+        y = F.interpolate(y, size=wide.shape[2:], mode=self.mode)
+        y = F.silu(self.norms[2](self.up(torch.cat([y, wide], 1))))
+        return y * F.adaptive_avg_pool2d(y, 4).mean((2, 3), keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "pool"), [("nearest", F.max_pool2d), ("bilinear", F.avg_pool2d)], ids=["nearest", "bilinear"]
+)
+def test_networks_on_images_run_images_by_images(mode, pool):
+    torch.manual_seed(0)
+    batch = (torch.randn(5, 3, 8, 8, dtype=torch.float64),)
+    program, found = compared(Images(mode, pool), squares, batch, slices=(2, 5))
+    targets = {program.graph.ops[k].target for c in found for k in c.ops}
+    for name in ("native_group_norm_backward", "pool2d", "upsample", "cat"):
+        assert any(name in target for target in targets), name
+
+
+def test_attention_that_drops_at_random_is_left_whole():
+    model = Attention(written=False, masked=False)
+    model.attended = lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    program = captured(model, squares, padded_batch(4))
+    drawing = {k for k, op in enumerate(program.graph.ops) if op.random}
+    assert drawing
+    for found in (chains(program), chains(program, WIDE)):
+        assert not any(drawing & c.ops.keys() for c in found)
+
+
+def test_rms_norms_are_cut_by_rows():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.RMSNorm(64), nn.Linear(64, 8)).double()
+    batch = (torch.randn(4, 6, 8, dtype=torch.float64),)
+    compared(model, squares, batch, slices=(2, 3, 8))

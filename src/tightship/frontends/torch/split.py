@@ -25,9 +25,9 @@ from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage, TapeValue, Tracker
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of, flat, refs_in, substitute
-from tightship.frontends.torch.split_chains import Chain, narrowed
+from tightship.frontends.torch.split_chains import Chain, dims_of, narrowed, seen
 from tightship.frontends.torch.split_check import check_slices
-from tightship.frontends.torch.split_rules import SUM, Axis, added_wide
+from tightship.frontends.torch.split_rules import SUM, Axis, Place, added_wide, cut_size, from_behind, mapped
 from tightship.frontends.torch.split_windows import slice_args, windows
 from tightship.graph import Value, aligned, alignment_of
 
@@ -196,9 +196,10 @@ class _Splitter:
         if not alike or tensor.storage_offset() != x.offset or any(n > 1 and a != b for n, a, b in stride):
             raise Unsupported(f"splitting {x.name}", "a slice of it is not laid out as the whole")
 
-    def fake(self, v: int, part: tuple[int, int, int] | None = None) -> torch.Tensor:
-        """A fake tensor of a whole value; ``part``: of the part of it that a slice of an op has along a dimension."""
-        x = self.graph.values[v]
+    def fake(self, v: int, part: tuple[int, int, int] | None = None, x: Value | None = None) -> torch.Tensor:
+        """A fake tensor of a whole value; ``part``: of the part of it that a slice of an op has along a dimension.
+        ``x``: the value as the op has it."""
+        x = self.graph.values[v] if x is None else x
         home = self.storage(x.storage)
         if home not in self.flat:
             known = self.tape.storages[home]
@@ -211,12 +212,11 @@ class _Splitter:
         if part is None:
             return compat.blank_like(self.mode, x.shape, x.stride, x.offset, dtype, device, self.flat[home])
         k, i, d = part
-        return self.piece(v, d, *self.length(k, i, x.shape[d]))
+        return self.piece(x, d, *self.length(k, i, x.shape[d]))
 
-    def piece(self, v: int, d: int, start: int, length: int) -> torch.Tensor:
+    def piece(self, x: Value, d: int, start: int, length: int) -> torch.Tensor:
         """A stand-in for a part of a whole value along a dimension: calls that differ in offsets alone are asked of
         PyTorch once."""
-        x = self.graph.values[v]
         home, dtype = self.storage(x.storage), dtype_of(x.dtype)
         shape = (*x.shape[:d], length, *x.shape[d + 1 :])
         alone = compat.blank_like(
@@ -226,9 +226,8 @@ class _Splitter:
         self.stands_for[self.tape.value(alone)] = self.tape.intern(there)
         return alone
 
-    def own(self, v: int, k: int, i: int, d: int) -> torch.Tensor:
+    def own(self, x: Value, k: int, i: int, d: int) -> torch.Tensor:
         """The part of a value that slice ``i`` of op ``k`` has for itself."""
-        x = self.graph.values[v]
         base, shape = self.part[x.storage, i], list(x.shape)
         shape[d] = self.length(k, i, x.shape[d])[1]
         return compat.blank_like(
@@ -323,39 +322,49 @@ class _Splitter:
             )
             self.become(v, whole)
 
-    def given(self, k: int, axis: Axis, i: int) -> tuple[list[Any], set[int]]:
+    def given(self, k: int, axis: Axis, i: int) -> tuple[list[Any], dict[str, Any], set[int]]:
         """The arguments of a slice, and the wholes of which it is given a part."""
-        call, values = self.old.calls[k], self.graph.values
-        args, parts = [], set()
-        for p, x in enumerate(call.args):
+        call, whole, parts = self.old.calls[k], axis.merge == 1, set[int]()
+
+        def part(p: Place, x: Any) -> Any:
             if axis.sizes is not None and axis.sizes[0] == p:
-                d = axis.sizes[1]
-                sizes = list(x)
-                sizes[d] = self.length(k, i, sizes[d])[1]
-                args.append(sizes)
-            elif not isinstance(x, Ref):
-                args.append(x)
-            elif values[x.value].storage in self.cut:
-                args.append(self.own(x.value, k, i, axis.args[p]))
-            elif p in axis.args:
-                args.append(self.fake(x.value, (k, i, axis.args[p])))
-                parts.add(values[x.value].storage)
-            else:
-                args.append(self.fake(x.value))
-        return args, parts
+                return cut_size(x, axis.sizes[1], lambda n: self.length(k, i, n)[1])
+            if not isinstance(x, Ref):
+                return x
+            value = seen(self.old, k, axis, x.value)
+            if value.storage in self.cut:
+                return self.own(value, k, i, axis.args[p])
+            if p in axis.coarse:
+                return self.piece(value, 0, self.row(k, axis, i, p, value), 1)
+            if p not in axis.args:
+                return self.fake(x.value, None, value)
+            parts.add(value.storage)
+            return self.fake(x.value, (k, i, axis.args[p]), value)
+
+        given = call.args if whole else from_behind(call.fn, call.args, dims_of(self.old, k))
+        args, kwargs = mapped(given, call.kwargs, part)
+        return args, kwargs, parts
+
+    def row(self, k: int, axis: Axis, i: int, p: Place, x: Value) -> int:
+        """The row of a coarse argument that a slice lies in."""
+        try:
+            return axis.row(p, *self.length(k, i, x.shape[0] * axis.coarse[p]))
+        except ValueError as no:
+            count = len(self.bounds[self.chain[k].seed])
+            raise Unsupported(f"{count} slices of {self.graph.ops[k].name}", str(no)) from None
 
     def slice(
         self, k: int, axis: Axis, i: int, wholes: Mapping[int, int], sums: dict[int, torch.Tensor]
     ) -> None:
         call, values = self.old.calls[k], self.graph.values
-        args, parts = self.given(k, axis, i)
+        args, kwargs, parts = self.given(k, axis, i)
         if axis.counted and call.args[3] == 1:
             args[3] = 2  # the sum of each slice, divided at last
         if wholes.keys() == {0} and call.fn in _OUT and len(call.results) == 1:
-            into = self.fake(wholes[0], (k, i, axis.results[0]))
+            into = self.fake(wholes[0], (k, i, axis.results[0]), seen(self.old, k, axis, wholes[0]))
             if into.is_contiguous():
                 with self.recording(k, i, parts | {values[wholes[0]].storage}):
-                    _OUT[call.fn](*args, **call.kwargs, out=into)
+                    _OUT[call.fn](*args, **kwargs, out=into)
                 return
         if self.wide(k):
             with self.recording(k, i, parts):
@@ -369,17 +378,18 @@ class _Splitter:
                 aten.addmm_.default(sums[0], *args)
             return
         with self.recording(k, i, parts):
-            made = flat(call.fn(*args, **call.kwargs))
+            made = flat(call.fn(*args, **kwargs))
         for n, v in enumerate(call.results):
             if v < 0:
                 continue
             if n in wholes:
                 with self.recording(k, i, {values[v].storage}):
-                    aten.copy_.default(self.fake(v, (k, i, axis.results[n])), made[n])
+                    place = self.fake(v, (k, i, axis.results[n]), seen(self.old, k, axis, v))
+                    aten.copy_.default(place, made[n])
             elif axis.results[n] == SUM:
                 self.add(k, i, n, made[n], sums)
             else:
-                d, x = axis.results[n], values[v]
+                d, x = axis.results[n], seen(self.old, k, axis, v)
                 shape = list(x.shape)
                 shape[d] = self.length(k, i, x.shape[d])[1]
                 self.check(made[n], x, tuple(shape))
@@ -404,7 +414,7 @@ class _Splitter:
                 self.made_from |= {id(r): k for r in self.tape.records[first:]}
             first = len(self.tape.records)
             with self.recording(region.stop - 1, i, {region.end}):
-                place = self.piece(end, DIM, rows[0], rows[1] - rows[0])
+                place = self.piece(self.graph.values[end], DIM, rows[0], rows[1] - rows[0])
                 aten.copy_.default(place, parts[region.end].of(rows))
             self.label(region.stop - 1, first)
             self.made_from[id(self.tape.records[-1])] = maker
@@ -435,7 +445,7 @@ class _Splitter:
                     return self.fake(v)
                 if s not in parts:
                     whole.add(s)
-                    return self.piece(v, DIM, take.start, take.stop - take.start)
+                    return self.piece(graph.values[v], DIM, take.start, take.stop - take.start)
                 return parts[s].tensor if passes else parts[s].of((take.start, take.stop))
 
             args = slice_args(self.old, k, list(substitute(call.args, given)), take)

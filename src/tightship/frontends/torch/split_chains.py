@@ -8,23 +8,24 @@ part of it is laid out as the whole is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
 import torch
 
 from tightship.frontends.torch.program import Program, Ref, refs_in
-from tightship.frontends.torch.split_rules import SUM, Axis, axes
+from tightship.frontends.torch.split_rules import SUM, Axis, Place, axes, from_behind, mapped, merged, merges
 from tightship.graph import Value
 
-__all__ = ["Chain", "chains", "narrowed"]
+__all__ = ["WIDE", "Chain", "chains", "dims_of", "narrowed", "seen"]
 
 _SEEDS = 64
 """Storages around which a chain is looked for, the largest first."""
-_SIMILAR, _SMALL = 2, 256
+_SIMILAR, _SMALL, WIDE = 2, 256, 64
 """A chain takes in storages of at least such a part of the one it is found around; chains are looked for around
-storages of at least such a part of the largest."""
+storages of at least such a part of the largest. Chains that take in storages of a `WIDE` part go through whole
+blocks of layers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +62,44 @@ def narrowed(length: int, units: int, part: tuple[int, int]) -> tuple[int, int]:
     return part[0] * each, (part[1] - part[0]) * each
 
 
+def seen(program: Program, k: int, axis: Axis, v: int) -> Value:
+    """A value as a slice of op ``k`` is cut from it: with the first dimensions as one, where the axis says so."""
+    if axis.merge == 1:
+        return program.graph.values[v]
+    found = merged(program.graph.values[v], axis.merge, dims_of(program, k))
+    if found is None:
+        raise ValueError(f"{program.graph.values[v].name} has no such dimension")
+    return found
+
+
+def dims_of(program: Program, k: int) -> int:
+    """The most dimensions of an op's values."""
+    call, values = program.calls[k], program.graph.values
+    given = (*refs_in((call.args, call.kwargs)), *(v for v in call.results if v >= 0))
+    return max((len(values[v].shape) for v in given), default=0)
+
+
+def _placed(program: Program, k: int) -> list[tuple[Place, int]]:
+    """The values among the arguments of an op, by their place."""
+    found: list[tuple[Place, int]] = []
+
+    def note(p: Place, x: Any) -> Any:
+        if isinstance(x, Ref):
+            found.append((p, x.value))
+        return x
+
+    mapped(program.calls[k].args, program.calls[k].kwargs, note)
+    return found
+
+
 # --- finding chains -------------------------------------------------------------------------------------------
 
 
-def chains(program: Program) -> tuple[Chain, ...]:
-    """The chains of a program, those of the largest storages first; they share no op."""
-    finder = _Finder(program)
+def chains(program: Program, similar: int = _SIMILAR, *, fine: bool = False) -> tuple[Chain, ...]:
+    """The chains of a program, those of the largest storages first; they share no op. ``similar``: they take in
+    storages of such a part of the largest of each. ``fine``: masks that are the same for several slices, as all heads
+    of an image, do not keep these together; then no slice may need several of them."""
+    finder = _Finder(program, similar, fine)
     graph, found, taken = program.graph, list[Chain](), set[int]()
     sizes = sorted(
         (s for s in range(len(graph.storages)) if finder.may_be_cut(s)), key=lambda s: -graph.storages[s].size
@@ -86,8 +119,8 @@ def chains(program: Program) -> tuple[Chain, ...]:
 
 
 class _Finder:
-    def __init__(self, program: Program) -> None:
-        self.program, self.graph = program, program.graph
+    def __init__(self, program: Program, similar: int = _SIMILAR, fine: bool = False) -> None:
+        self.program, self.graph, self.similar, self.fine = program, program.graph, similar, fine
         self.touching: list[dict[int, None]] = [{} for _ in self.graph.storages]
         for k, op in enumerate(self.graph.ops):
             for v in (*op.inputs, *op.outputs):
@@ -95,7 +128,9 @@ class _Finder:
             for s in op.mutates:
                 self.touching[s][k] = None
         self._axes: dict[int, list[Axis]] = {}
-        self._dims: dict[int, int | None] = {}
+        self._dims: dict[tuple[int, int, int], int | None] = {}
+        self._goes: dict[int, bool] = {}
+        self._places: dict[int, list[tuple[Place, int]]] = {}
 
     def may_be_cut(self, s: int) -> bool:
         """Whether nobody but ops needs it, and its base is whole, so that parts of it are laid out alike."""
@@ -104,12 +139,28 @@ class _Finder:
             return False
         return self.dim(self.program.bases[s]) is not None
 
-    def dim(self, v: int) -> int | None:
-        """The dimension of a value along which it is cut where its storage is: the outermost in memory."""
-        if v not in self._dims:
+    def goes(self, s: int) -> bool:
+        """Whether each op that touches it may be cut in some way; without that, no chain takes it in."""
+        if s not in self._goes:
+            self._goes[s] = all(self.axes(k) for k in self.touching[s])
+        return self._goes[s]
+
+    def dim(self, v: int, k: int = -1, axis: Axis | None = None) -> int | None:
+        """The dimension of a value along which it is cut where its storage is: the outermost in memory. As op ``k``
+        has it that is cut along an axis."""
+        key = (v, k, axis.merge) if axis is not None and axis.merge > 1 else (v, -1, 1)
+        if key not in self._dims:
             value = self.graph.values[v]
-            self._dims[v] = _outermost(value, self.graph.values[self.program.bases[value.storage]])
-        return self._dims[v]
+            base = self.graph.values[self.program.bases[value.storage]]
+            if axis is not None:
+                value = seen(self.program, k, axis, v)
+            self._dims[key] = _outermost(value, base)
+        return self._dims[key]
+
+    def places(self, k: int) -> list[tuple[Place, int]]:
+        if k not in self._places:
+            self._places[k] = _placed(self.program, k)
+        return self._places[k]
 
     def axes(self, k: int) -> list[Axis]:
         """How an op may be cut, as far as it goes."""
@@ -121,30 +172,54 @@ class _Finder:
         op, call, values = self.graph.ops[k], self.program.calls[k], self.graph.values
         if op.random or op.effect or op.updates or op.phase == "update" or k in self.program.replays:
             return
-        if self.program.samples.get(k) or any(
-            list(refs_in(x)) for x in (*call.args, *call.kwargs.values()) if not isinstance(x, Ref)
-        ):
+        if self.program.samples.get(k) or len(self.places(k)) != len(list(refs_in((call.args, call.kwargs)))):
             return
-        if any(isinstance(x, Ref) for x in call.kwargs.values()):
-            return
-        shapes = [torch.Size(values[x.value].shape) if isinstance(x, Ref) else x for x in call.args]
-        made = [tuple(values[v].shape) if v >= 0 else None for v in call.results]
+        made = [values[v] if v >= 0 else None for v in call.results]
         if op.mutates and made and made[0] is None:
             made = []
+        args, kwargs = mapped(
+            call.args, call.kwargs, lambda _, x: values[x.value] if isinstance(x, Ref) else x
+        )
         needed = {n for n, v in enumerate(call.results) if v >= 0}
-        for axis in axes(call.fn, shapes, made):
+        for axis in self._ways(k, args, kwargs, made):
             written = not op.mutates or 0 in axis.args
             if written and needed <= axis.results.keys() and self._lengths(k, axis) is not None:
                 yield axis
 
+    def _ways(
+        self, k: int, args: list[Any], kwargs: dict[str, Any], made: list[Value | None]
+    ) -> Iterator[Axis]:
+        """The rules' axes of a call with values for tensors: those of several dimensions as one come first."""
+        fn, dims = self.program.calls[k].fn, dims_of(self.program, k)
+        alike = [x for x in (*args, *kwargs.values(), *made) if isinstance(x, Value)]
+        for lead in range(dims - 1, 0, -1):
+            coarse = dict[Place, int]()
+            if lead > 1:
+                found = merges(fn, dict[Place, Any](enumerate(args)) | kwargs, lead, dims, fine=self.fine)
+                if found is None:
+                    continue
+                coarse = found
+            if lead > 1 and any(merged(x, lead, dims) is None for x in alike):
+                continue
+
+            def shape(_: Place, x: Any, lead: int = lead) -> Any:
+                x = merged(x, lead, dims) if isinstance(x, Value) else x
+                return torch.Size(x.shape) if isinstance(x, Value) else x
+
+            given, named = mapped(args if lead == 1 else from_behind(fn, args, dims), kwargs, shape)
+            results = [tuple(shape("", x)) if x is not None else None for x in made]
+            for axis in axes(fn, given, results, named):
+                if lead == 1:
+                    yield axis
+                elif axis.results.get(0, axis.args.get(0)) == 0:
+                    yield replace(axis, merge=lead, coarse=coarse)
+
     def _lengths(self, k: int, axis: Axis) -> set[int] | None:
         """The lengths of what is cut; None where there is nothing to cut."""
-        call, values = self.program.calls[k], self.graph.values
-        found = {
-            values[call.args[p].value].shape[d] for p, d in axis.args.items() if isinstance(call.args[p], Ref)
-        }
+        call, program = self.program.calls[k], self.program
+        found = {seen(program, k, axis, v).shape[axis.args[p]] for p, v in self.places(k) if p in axis.args}
         found |= {
-            values[v].shape[axis.results[n]]
+            seen(program, k, axis, v).shape[axis.results[n]]
             for n, v in enumerate(call.results)
             if v >= 0 and axis.results[n] != SUM
         }
@@ -154,25 +229,26 @@ class _Finder:
         """A way in which an op may be cut along what is cut of its storages."""
         call, values = self.program.calls[k], self.graph.values
         for axis in self.axes(k):
-            rows = [(x.value, axis.args.get(p)) for p, x in enumerate(call.args) if isinstance(x, Ref)]
+            rows = [(v, axis.args.get(p)) for p, v in self.places(k)]
             rows += [(v, axis.results[n]) for n, v in enumerate(call.results) if v >= 0]
-            if all(values[v].storage not in cut or d == self.dim(v) for v, d in rows):
+            if all(values[v].storage not in cut or d == self.dim(v, k, axis) for v, d in rows):
                 return axis
         return None
 
     def parts(self, k: int, axis: Axis) -> Iterator[int]:
         """The values of an op of which each slice has a part."""
-        call = self.program.calls[k]
-        for p, d in axis.args.items():
-            if isinstance(call.args[p], Ref) and d == self.dim(call.args[p].value):
-                yield call.args[p].value
-        for n, v in enumerate(call.results):
-            if v >= 0 and axis.results[n] != SUM and axis.results[n] == self.dim(v):
+        for p, v in self.places(k):
+            if p in axis.args and axis.args[p] == self.dim(v, k, axis):
+                yield v
+        for n, v in enumerate(self.program.calls[k].results):
+            if v >= 0 and axis.results[n] != SUM and axis.results[n] == self.dim(v, k, axis):
                 yield v
 
     def around(self, seed: int) -> Chain | None:
         """The chain around a storage; None without one."""
         blocked: set[int] = set()
+        if not self.goes(seed):
+            return None
         while True:
             cut, ops, blame = self._grown(seed, blocked)
             if not blame:
@@ -191,7 +267,7 @@ class _Finder:
 
     def _grown(self, seed: int, blocked: set[int]) -> tuple[set[int], dict[int, Axis], set[int]]:
         """What is cut with ``seed``, the ops that are then; and, where one of them cannot be, what it touches."""
-        cut, ops, least = {seed}, dict[int, Axis](), self.graph.storages[seed].size // _SIMILAR
+        cut, ops, least = {seed}, dict[int, Axis](), self.graph.storages[seed].size // self.similar
         work = list(self.touching[seed])
         while work:
             k = work.pop()
@@ -203,7 +279,7 @@ class _Finder:
             for v in self.parts(k, axis):
                 s = self.graph.values[v].storage
                 large = self.graph.storages[s].size >= least
-                if s not in cut and s not in blocked and large and self.may_be_cut(s):
+                if s not in cut and s not in blocked and large and self.may_be_cut(s) and self.goes(s):
                     cut.add(s)
                     work += self.touching[s]
         return cut, ops, set()

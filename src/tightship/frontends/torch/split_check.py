@@ -18,7 +18,7 @@ from tightship.analysis.patches import DIM
 from tightship.errors import Rule, VerificationFailed, Violation
 from tightship.frontends.torch.capture.tape import Record, Tape, TapeValue
 from tightship.frontends.torch.program import Program, Ref, refs_in
-from tightship.frontends.torch.split_rules import name_of
+from tightship.frontends.torch.split_rules import merged, name_of
 
 __all__ = ["SPLIT_RULES", "check_slices"]
 
@@ -66,6 +66,12 @@ def _covered(given: _Given) -> Iterator[Violation]:
         if value is not None and value.storage in parts:
             parts[value.storage].append(value)
     for s, whole in wholes.items():
+        lead = len(whole.shape) - min((len(v.shape) for v in parts[s]), default=len(whole.shape)) + 1
+        whole = merged(whole, lead, len(whole.shape)) or whole
+        if any(len(v.shape) != len(whole.shape) for v in parts[s]):
+            name = tape.storages[s].name
+            yield Violation("S1", -1, (name,), f"{name}: slices of it have other dimensions")
+            continue
         dims = {
             d for v in parts[s] for d, (n, m) in enumerate(zip(v.shape, whole.shape, strict=True)) if n != m
         }
