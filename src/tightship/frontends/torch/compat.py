@@ -66,12 +66,13 @@ def fake_mode() -> Any:
 
 
 def is_fake(tensor: object) -> bool:
-    return isinstance(tensor, _fake.FakeTensor)
+    """Whether there are no bytes: a fake tensor, or a DTensor around one."""
+    return isinstance(getattr(tensor, "_local_tensor", tensor), _fake.FakeTensor)
 
 
 def another(fake: torch.Tensor) -> torch.Tensor:
     """Another fake tensor that looks the same; a leaf."""
-    mode: Any = fake.fake_mode  # type: ignore[attr-defined]
+    mode: Any = getattr(fake, "fake_mode", None)
     if is_plain_fake(fake, mode) and not torch.is_inference(fake):
         offset, device = int(fake.storage_offset()), device_of_fake(fake)
         new = blank_like(mode, tuple(fake.shape), fake.stride(), offset, fake.dtype, device, fake)

@@ -70,6 +70,8 @@ class Recorder(compat.TorchDispatchMode):
             self.phase = before
 
     def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(compat_distributed.is_distributed(kind) for kind in types):
+            return NotImplemented  # the ops that it makes of this one, on each rank's own part, come here
         if fn is _DEVICE and compat.is_fake(args[0]):  # autograd asks this several times an op
             return compat.device_of_fake(args[0])
         kwargs = kwargs or {}

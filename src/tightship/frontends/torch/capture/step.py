@@ -174,7 +174,7 @@ def check_model(model: Any, *, hooks: bool = False, shards: bool = False) -> Non
             f"parallel=tightship.DataParallel()); or {DATA_PARALLEL}",
         )  # fmt: skip
     by = compat_distributed.distributed_by(model)
-    if by and not (shards and by == "fully_shard"):
+    if by and not (shards and by in ("fully_shard", "DTensor")):
         raise Unsupported(
             f"a model whose parameters are distributed by {by}",
             "its parts are gathered outside of what a plan sees",
@@ -262,7 +262,8 @@ class Capture:
     def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | Several | None) -> Program:
         updates, wanted = self._wanted(optimizer)
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
-        with untouched(self.model, self.changes), quiet, torch.enable_grad():
+        outside = compat_distributed.shapes_asked_outside()
+        with untouched(self.model, self.changes), quiet, outside, torch.enable_grad():
             fakes = self._fakes()
             results, gradients = self._run(loss_fn, fakes, wanted)
         handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
@@ -563,7 +564,7 @@ class StepCapture(Capture):
 
     @contextmanager
     def executing(self) -> Iterator[None]:
-        with self.mode, self.recorder:
+        with compat_distributed.shapes_asked_outside(), self.mode, self.recorder:
             yield
 
     def instead(self, func: Any) -> Any:
