@@ -154,7 +154,9 @@ def test_one_machine_plans_for_a_rank_of_many(tmp_path: Path) -> None:
         assert row["static"] - batch < kept / int(ranks) * 1.2  # small tensors are filled up
     assert imagined(tmp_path, "sharded", "--ranks", "64")["peak_after"] == rows["64"]["peak_after"]
     whole = 3 * 64 * 4  # of the second bias, and of its moments
-    assert imagined(tmp_path, "columns", "--ranks", "64")["static"] - batch < (kept - whole) / 64 * 1.2 + whole
+    assert (
+        imagined(tmp_path, "columns", "--ranks", "64")["static"] - batch < (kept - whole) / 64 * 1.2 + whole
+    )
 
 
 @pytest.mark.slow

@@ -311,6 +311,8 @@ class TrainStep(TrainVariants):
         with unplanned.metered(static):
             out = unplanned.backward(self._loss(batch), self.model, batch)
             if whole and self.optimizer is not None:
+                if self._replicas is not None:
+                    self._replicas.average(self._owned.parameters)
                 self._between(self._with_gradients(), None)
                 self.optimizer.step()
         for _, p in self._owned.parameters if whole else ():

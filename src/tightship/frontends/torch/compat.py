@@ -421,6 +421,32 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
+def filled_by_mask(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask by which ``x[mask] = number`` fills ``x``, as its kernel does it, without asking where it is true;
+    None for any other call."""
+    ops = torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default
+    if fn not in ops or len(args) != 3 or any(kwargs.values()):
+        return None
+    x, indices, value = args
+    masks = [t for t in indices if t is not None]
+    if (
+        len(masks) != 1
+        or masks[0].dtype is not torch.bool
+        or value.numel() != 1
+        or value.device.type != "cpu"
+    ):
+        return None
+    first, mask = next(k for k, t in enumerate(indices) if t is not None), masks[0]
+    last = first + mask.dim()
+    if (
+        mask.device != x.device
+        or mask.shape != x.shape[first:last]
+        or any(t is None for t in indices[first:])
+    ):
+        return None
+    return mask[(..., *[None] * (x.dim() - last))]
+
+
 def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
     """Where a GradScaler that has unscaled an optimizer's gradients notes, as 1.0, that some are not finite."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
