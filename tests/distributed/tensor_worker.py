@@ -140,6 +140,38 @@ def sequence() -> Any:
     return both(by_sequence)
 
 
+def clipped() -> Any:
+    """Each rank has a summand of the gradients of norms until they are clipped."""
+    return both(by_sequence, clip_norm=0.3)
+
+
+def accumulated() -> Any:
+    """Two batches for each update, clipped."""
+    rows = {}
+    for planned in (False, True):
+        m = by_sequence(Net())
+        o = adamw(m)
+        how: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.3}
+        step = tightship.fit(m, loss_of, o, batches()[0], "static+60%", **how) if planned else None
+        losses, norms = [], []
+        for k, b in enumerate(batches(4)):
+            if step is not None:
+                losses.append(step(b))
+                norms += [step.grad_norm.item()] if k % 2 else []
+                continue
+            value = loss_of(m, b)
+            value.backward()
+            losses.append(value.detach())
+            if k % 2:
+                norms.append(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.3).full_tensor().item())
+                o.step()
+                o.zero_grad()
+        rows["fit" if planned else "eager"] = row(losses, m, o) | {"norms": norms}
+        if step is not None:
+            rows["backward"] = caught(lambda s=step: s.backward(batches()[0]))
+    return rows
+
+
 def later() -> Any:
     """After eager steps, whose optimizer state is taken over."""
     return both(by_columns, before=2)

@@ -6,7 +6,9 @@ import pytest
 
 from support.ranks import Rows, as_planned, run
 
-TOGETHER = ("columns", "sequence", "later", "logits_in_parts", "checkpoints", "refused")
+TOGETHER = (
+    "columns", "sequence", "clipped", "accumulated", "later", "logits_in_parts", "checkpoints", "refused",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +16,7 @@ def rows() -> Rows:
     return run(*TOGETHER, worker="tensor_worker.py")
 
 
-@pytest.mark.parametrize("how", ["columns", "sequence", "later", "logits_in_parts"])
+@pytest.mark.parametrize("how", ["columns", "sequence", "clipped", "later", "logits_in_parts"])
 def test_steps_leave_what_eager_leaves_and_measure_what_was_planned(rows: Rows, how: str) -> None:
     for row in rows[how]:
         for what, eager in row["eager"].items():
@@ -24,6 +26,14 @@ def test_steps_leave_what_eager_leaves_and_measure_what_was_planned(rows: Rows, 
         assert row["fit"]["collectives"] > 3
         assert row["fit"]["recomputed"] > 0
         assert not row["fit"]["captured again"]
+
+
+def test_gradients_are_added_up_behind_accumulation_and_clipping(rows: Rows) -> None:
+    for row in rows["accumulated"]:
+        assert row["fit"] == row["eager"]
+        assert min(row["fit"]["norms"]) > 0.3
+        assert row["backward"]["type"] == "BadInput"
+        assert "split=True" in row["backward"]["text"]
 
 
 def test_state_dicts_have_dtensors_of_what_ranks_have_parts_of(rows: Rows) -> None:

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import tightship
 from tightship.frontends.torch.capture.recorder import Recorder
@@ -193,6 +194,17 @@ def taught() -> Any:
         o.step()
         expected.append(one.item())
     return {"found": found, "expected": expected}
+
+
+def seen_by_a_mode() -> Any:
+    """Steps that run in eager for once average gradients, too; where one rank alone runs one, all say so."""
+    m, step = replicated()
+    with FlopCounterMode(display=False):
+        losses = [step(b).item() for b in batches()]
+    found = digest([*m.parameters(), *m.buffers()])
+    with FlopCounterMode(display=False) if dist.get_rank() else nullcontext():
+        alone = caught(lambda: step(batches()[0]))
+    return {"losses": losses, "digest": found, "alone": alone}
 
 
 def infeasible() -> Any:

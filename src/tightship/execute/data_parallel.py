@@ -34,7 +34,7 @@ from tightship.execute.shards import (
 )
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.step import check_model
-from tightship.frontends.torch.collectives import average_now, broadcast, messages, summed
+from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
@@ -284,9 +284,39 @@ class Replicas(NotCopied):
         """Inside, each parameter is gathered once, however often the code reads it."""
         return read_once(self.shards.values())
 
+    def late(self, late: bool) -> None:
+        """Whether gradients of which each rank has a summand are added up behind clipping and accumulation, as
+        eager's DTensors do it."""
+        for one in self.shards.values():
+            if isinstance(one, Placed):
+                one.late = late
+
+    def check_parts(self) -> None:
+        """Raises ``BadInput`` where a backward pass by itself would leave summands in the caller's hands."""
+        if any(isinstance(one, Placed) and one.late for one in self.shards.values()):
+            rule = (
+                "gradients are added up over ranks behind clipping: give fit split=True to call step.backward"
+            )
+            raise BadInput(rule, place="step.backward")
+
+    def _summands(self, gradients: Mapping[str, torch.Tensor]) -> list[str]:
+        rows = ((n, self.shards.get(n)) for n in gradients)
+        return [n for n, one in rows if isinstance(one, Placed) and one.late and one.summand]
+
+    def add_up(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """In place and by one message, where each rank has a summand."""
+        names = self._summands(gradients)
+        with torch.no_grad():
+            for n, total in zip(names, reduced([gradients[n] for n in names]) if names else (), strict=True):
+                if total is not gradients[n]:
+                    gradients[n].copy_(total)
+
     def norm(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The norm of all gradients, as ``get_total_norm`` of torch has it for DTensors: that of each over all
         ranks, then that of these. What fills parts up counts as the zeros that it is."""
+        gradients = dict(gradients)
+        if late := self._summands(gradients):
+            gradients |= zip(late, reduced([gradients[n].clone() for n in late]), strict=True)
         norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
         parts = [n for n in norms if n in self.shards and self.shards[n].divided]
         if parts:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tightship.errors import Unsupported
 from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.collectives import gathered, messages, reduced, scattered_means, share
 from tightship.frontends.torch.optimizer.updates import each
@@ -162,7 +163,11 @@ class Shard(Part):
 
 class Placed(Part):
     """Of a parameter that torch's tensor parallelism has placed: ``part`` of it, or all, on each rank of a mesh. The
-    model reads it as the DTensor that it was, which makes ops of parts and collectives of each op."""
+    model reads it as the DTensor that it was, which makes ops of parts and collectives of each op. ``late``: where
+    each rank has a ``summand`` of a gradient, it is left to others to add up."""
+
+    late = False
+    summand: bool | None = None
 
     def __init__(self, parameter: Any) -> None:
         self.mesh, self.placements = parameter.device_mesh, parameter.placements
@@ -198,7 +203,34 @@ class Placed(Part):
 
     @staticmethod
     def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
-        return [one.distributed(part) for one, part in rows]
+        made: Sequence[torch.Tensor] = [_Read.apply(one, part) for one, part in rows]  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way: Placed, part: torch.Tensor) -> Any:
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        return way.distributed(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[None, torch.Tensor | None]:
+        way = ctx.way
+        if gradient is None:
+            return None, None
+        sums = [x.is_partial() and x.reduce_op == "sum" for x in gradient.placements]
+        if way.late and not way.divided:
+            if way.summand not in (None, any(sums)):
+                raise Unsupported(
+                    "a gradient of which ranks have summands in one step, and all of it in another",
+                    "they are added up behind accumulation and clipping, in all steps or in none",
+                    "leave out accumulate and clip_norm, or fit with split=True",
+                )  # fmt: skip
+            way.summand = any(sums)
+            if way.summand:
+                return None, gradient.to_local()
+        return None, gradient.redistribute(way.mesh, way.placements).to_local()
 
 
 class _Gathered(torch.autograd.Function):

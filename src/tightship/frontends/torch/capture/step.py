@@ -212,7 +212,8 @@ class Ending:
     Where the step ends with the backward pass, ``leaves`` is true: gradients are added to those of ``held``, in
     place, and the others are the program's last results; the optimizer's state stands beside them. Otherwise ``clip``
     changes gradients before the updates, in place, and may return a tensor, which is the program's last result.
-    ``averaged`` are the parameters whose gradients are averaged over all ranks before that, by message.
+    ``averaged`` are the parameters whose gradients are averaged over all ranks before that, by message. ``add_up``
+    adds up over all ranks, in place, those of which each rank still has a summand behind the clipping.
     ``repeats``: whether collectives that change nothing may run again.
     """
 
@@ -222,6 +223,7 @@ class Ending:
     leaves: bool = False
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     averaged: tuple[tuple[str, ...], ...] = ()
+    add_up: Callable[[Mapping[str, torch.Tensor]], None] | None = None
     repeats: bool = False
 
     @property
@@ -636,6 +638,9 @@ class StepCapture(Capture):
             if ending.clip is not None:
                 found = {n: p for n, p in self._given.parameters.items() if n in gradients}
                 norm = self._clipped(ending.clip, found)  # in the model's order, in which norms add up
+            if ending.add_up is not None:
+                with torch.no_grad(), self.executing(), self.recorder.in_phase("update"):
+                    ending.add_up(gradients)
             notes = [*notes, *self._updated(ending.updates, self._given, gradients)]
         last = [gradients[n] for n in made] if norm is None else [norm]
         tape, guards, name, ends = self.tape, self.recorder.guards, self.name, [*map(self.tape.value, last)]
