@@ -328,11 +328,10 @@ def other_parameters() -> Any:
 def refused() -> Any:
     """Models that torch itself has distributed."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor import distribute_module
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallel = parallelize_module(model(), mesh, {"0": ColwiseParallel()})
-    models = {"DTensor": parallel}
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
+    models = {"DTensor": distribute_module(model(), mesh)}
     rows = {
         n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()
     }
