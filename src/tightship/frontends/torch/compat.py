@@ -421,11 +421,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
+_INDEX_PUTS = torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default
+
+
 def filled_by_mask(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The mask by which ``x[mask] = number`` fills ``x``, as its kernel does it, without asking where it is true;
     None for any other call."""
-    ops = torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default
-    if fn not in ops or len(args) != 3 or any(kwargs.values()):
+    if fn not in _INDEX_PUTS or len(args) != 3 or any(kwargs.values()):
         return None
     x, indices, value = args
     masks = [t for t in indices if t is not None]
