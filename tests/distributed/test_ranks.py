@@ -9,7 +9,8 @@ from tightship.frontends.torch.collectives import messages
 
 TOGETHER = (
     "ddp", "whole_40", "sharded_40", "infeasible", "raising_code", "other_rows", "other_models", "other_parameters",
-    "hand_made", "state_dicts", "refused", "whole_each", "sharded_each", "taught", "failing_op",
+    "hand_made", "state_dicts", "refused", "whole_each", "sharded_each", "taught", "seen_by_a_mode",
+    "failing_op",
 )  # fmt: skip
 
 
@@ -52,6 +53,14 @@ def test_neighbors_go_as_one_message_with_the_same_bits(rows: Rows, how: str) ->
         assert together["losses"] == each["losses"]
         assert together["digest"] == each["digest"]
         assert together["collectives"] < 0.8 * each["collectives"]
+
+
+def test_steps_that_run_in_eager_for_once_average_gradients_on_all_ranks_or_none(rows: Rows) -> None:
+    for row, ddp in zip(rows["seen_by_a_mode"], rows["ddp"], strict=True):
+        assert row["losses"] == ddp["losses"]
+        assert row["digest"] == ddp["digest"]
+        assert row["alone"]["type"] == "PeerFailed"
+        assert row["alone"]["seconds"] < 5
 
 
 def test_a_copy_of_a_model_in_shards_is_read_as_what_it_is(rows: Rows) -> None:

@@ -74,7 +74,6 @@ def test_a_model_is_taken_again_after_a_budget_that_nothing_meets(rows: Rows) ->
         ("partly", "'2.weight', which fully_shard has left out"),
         ("recurrent", "recurrent module '0'"),
         ("comm_hook", "a communication hook"),
-        ("TP", "DataParallel("),
         ("parallel", "leave parallel out"),
         ("taken", "call the step that fit has returned"),
     ],
@@ -115,6 +114,15 @@ def sharded():
     return model, loss, torch.optim.AdamW(model.parameters()), sample
 
 
+def columns():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, loss, _, sample = plain()
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model, loss, torch.optim.AdamW(model.parameters()), sample
+
+
 def replicated():
     model = plain()[0].to_empty(device="cpu")
     return DistributedDataParallel(model), plain()[1], torch.optim.SGD(model.parameters()), torch.zeros(32, 64)
@@ -145,6 +153,10 @@ def test_one_machine_plans_for_a_rank_of_many(tmp_path: Path) -> None:
     for ranks, row in rows.items():
         assert row["static"] - batch < kept / int(ranks) * 1.2  # small tensors are filled up
     assert imagined(tmp_path, "sharded", "--ranks", "64")["peak_after"] == rows["64"]["peak_after"]
+    whole = 3 * 64 * 4  # of the second bias, and of its moments
+    assert (
+        imagined(tmp_path, "columns", "--ranks", "64")["static"] - batch < (kept - whole) / 64 * 1.2 + whole
+    )
 
 
 @pytest.mark.slow

@@ -244,7 +244,6 @@ def refused() -> Any:
     """What ``fit`` does not take of torch's own ways."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("a", "b"))
@@ -262,7 +261,6 @@ def refused() -> Any:
         "partly": partly,
         "recurrent": fully_shard(recurrent, mesh=mesh),
         "comm_hook": hooked,
-        "TP": parallelize_module(model(), mesh, {"0": ColwiseParallel()}),
     }
     rows = {
         n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()

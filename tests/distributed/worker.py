@@ -11,13 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import tightship
 from tightship.frontends.torch.capture.recorder import Recorder
@@ -195,6 +196,17 @@ def taught() -> Any:
     return {"found": found, "expected": expected}
 
 
+def seen_by_a_mode() -> Any:
+    """Steps that run in eager for once average gradients, too; where one rank alone runs one, all say so."""
+    m, step = replicated()
+    with FlopCounterMode(display=False):
+        losses = [step(b).item() for b in batches()]
+    found = digest([*m.parameters(), *m.buffers()])
+    with FlopCounterMode(display=False) if dist.get_rank() else nullcontext():
+        alone = caught(lambda: step(batches()[0]))
+    return {"losses": losses, "digest": found, "alone": alone}
+
+
 def infeasible() -> Any:
     return caught(lambda: planned("static+1%", False, seconds=1.0))
 
@@ -316,11 +328,10 @@ def other_parameters() -> Any:
 def refused() -> Any:
     """Models that torch itself has distributed."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor import distribute_module
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallel = parallelize_module(model(), mesh, {"0": ColwiseParallel()})
-    models = {"DTensor": parallel}
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
+    models = {"DTensor": distribute_module(model(), mesh)}
     rows = {
         n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()
     }

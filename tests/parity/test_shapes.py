@@ -75,6 +75,15 @@ def written_by_mask(model, batch):
     return cross_entropy(h, y)
 
 
+def filled_by_mask(model, batch):
+    """A number in the places of a mask asks of the allocator the same, wherever the mask is true."""
+    x, y, mask = batch
+    h = model(x).clone()
+    h[mask] = 0.5
+    h[:, 1:][mask[:, None].expand(6, 2)] = 0.25
+    return cross_entropy(h, y)
+
+
 def scattered_by_mask(model, batch):
     x, y, mask = batch
     h = torch.zeros(6, 3).masked_scatter(mask[:, None], model(x[mask]))
@@ -225,6 +234,15 @@ def test_masks_that_select_equally_much_share_a_plan(measurements):
             return x, y, torch.arange(6).roll(number) < 3
 
         return Loop(model, written_by_mask, adam(model), batch, steps=4)
+
+    check(build, measurements, 1)
+
+
+def test_numbers_written_by_masks_of_any_count_are_one_plan(measurements):
+    def build():
+        torch.manual_seed(0)
+        model = mlp()
+        return Loop(model, filled_by_mask, adam(model), masked_pairs, steps=4)
 
     check(build, measurements, 1)
 

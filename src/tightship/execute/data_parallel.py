@@ -22,6 +22,7 @@ from tightship.execute.parts import Loop
 from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
+    Placed,
     average_reads,
     read_once,
     send_together,
@@ -29,10 +30,11 @@ from tightship.execute.shards import (
     shard_optimizer,
     shards_of,
     take_over,
+    take_over_placed,
 )
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.step import check_model
-from tightship.frontends.torch.collectives import average_now, broadcast, messages, summed
+from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
@@ -66,6 +68,15 @@ class DataParallel:
             raise BadInput("bucket= is a number of bytes, or None", self.bucket, "DataParallel")
         if self.bucket is not None and self.bucket < 0:
             raise BadInput("bucket= is 0 bytes or more", self.bucket, "DataParallel")
+
+
+@dataclass(frozen=True)
+class _TensorParallel(DataParallel):
+    """All ranks compute one batch together, as torch's ``parallelize_module`` says: nothing is averaged, and each
+    rank starts from what it has."""
+
+    shard: bool = True
+    buffers: bool = False
 
 
 def check_together(
@@ -110,8 +121,11 @@ def _as_torch_has_it(
         return model, parallel
     if compat_distributed.distributed_by(model) == "fully_shard":
         return model, _from_fully_shard(model, parallel)
-    if parallel is None and shards_of(model):
-        return model, DataParallel(shard=True, buffers=False)
+    if compat_distributed.distributed_by(model) == "DTensor":
+        return model, _from_placed(model, parallel)
+    if parallel is None and (done := shards_of(model)):
+        placed = isinstance(next(iter(done.values())), Placed)
+        return model, _TensorParallel() if placed else DataParallel(shard=True, buffers=False)
     return model, parallel
 
 
@@ -157,6 +171,19 @@ def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> 
     return parallel or DataParallel(shard=True, buffers=False)
 
 
+def _from_placed(model: torch.nn.Module, parallel: DataParallel | None) -> DataParallel:
+    if parallel is not None:
+        rule = "a model of parallelize_module says itself how ranks compute together: leave parallel out"
+        raise BadInput(rule, parallel, "fit(parallel=…)")
+    if options := compat_distributed.placed_options(model):
+        raise Unsupported(
+            f"a model of DTensors with {', '.join(options)}",
+            "fit plans for tensor parallelism of all ranks on a mesh of one dimension",
+            "parallelize it so, or give fit the plain model and parallel=tightship.DataParallel(shard=True)",
+        )  # fmt: skip
+    return _TensorParallel()
+
+
 def _check(
     ranks: Ranks | None, parallel: DataParallel | None, settings: Settings, loop: Loop, optimizer: Any
 ) -> None:
@@ -193,6 +220,10 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     module, how = _as_torch_has_it(model, None)
     check_model(module, hooks=True, shards=True)
     ranks, done = (dist.get_rank(), dist.get_world_size()), shards_of(module)
+    if isinstance(how, _TensorParallel):
+        done = done or take_over_placed(module, optimizer)
+        shard_optimizer(optimizer, done)
+        return module, loss
     if compat_distributed.distributed_by(module) == "fully_shard":
         done = take_over(module, optimizer, ranks)
     elif how is None:
@@ -217,8 +248,10 @@ class Replicas(NotCopied):
     def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
         self.model, self.parallel = model, parallel
         ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
-        shards = shards_of(model)
-        if compat_distributed.distributed_by(model) == "fully_shard":
+        shards, together = shards_of(model), isinstance(parallel, _TensorParallel)
+        if together:
+            shards = shards or take_over_placed(model, optimizer)
+        elif compat_distributed.distributed_by(model) == "fully_shard":
             shards = take_over(model, optimizer, (ranks.rank, ranks.size))
         elif not shards:
             for t in (*model.parameters(), *model.buffers()):
@@ -226,10 +259,12 @@ class Replicas(NotCopied):
             if parallel.shard:
                 shards = shard_model(model, (ranks.rank, ranks.size))
         shard_optimizer(optimizer, shards)
-        send_together(model, shards, parallel.bucket)
+        if not together:
+            send_together(model, shards, parallel.bucket)
         names = {id(p): n for n, p in model.named_parameters()}
         self.shards = {names[i]: shard for i, shard in shards.items()}
-        whole = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in self.shards]
+        own = [] if together else model.named_parameters()
+        whole = [(n, p) for n, p in own if p.requires_grad and n not in self.shards]
         whole.reverse()  # gradients come in about this order
         rows = messages([((p.dtype, p.device), p.nbytes) for _, p in whole], parallel.bucket)
         self.averaged = tuple(tuple(whole[k][0] for k in row) for row in rows)
@@ -249,11 +284,41 @@ class Replicas(NotCopied):
         """Inside, each parameter is gathered once, however often the code reads it."""
         return read_once(self.shards.values())
 
+    def late(self, late: bool) -> None:
+        """Whether gradients of which each rank has a summand are added up behind clipping and accumulation, as
+        eager's DTensors do it."""
+        for one in self.shards.values():
+            if isinstance(one, Placed):
+                one.late = late
+
+    def check_parts(self) -> None:
+        """Raises ``BadInput`` where a backward pass by itself would leave summands in the caller's hands."""
+        if any(isinstance(one, Placed) and one.late for one in self.shards.values()):
+            rule = (
+                "gradients are added up over ranks behind clipping: give fit split=True to call step.backward"
+            )
+            raise BadInput(rule, place="step.backward")
+
+    def _summands(self, gradients: Mapping[str, torch.Tensor]) -> list[str]:
+        rows = ((n, self.shards.get(n)) for n in gradients)
+        return [n for n, one in rows if isinstance(one, Placed) and one.late and one.summand]
+
+    def add_up(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """In place and by one message, where each rank has a summand."""
+        names = self._summands(gradients)
+        with torch.no_grad():
+            for n, total in zip(names, reduced([gradients[n] for n in names]) if names else (), strict=True):
+                if total is not gradients[n]:
+                    gradients[n].copy_(total)
+
     def norm(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The norm of all gradients, as ``get_total_norm`` of torch has it for DTensors: that of each over all
         ranks, then that of these. What fills parts up counts as the zeros that it is."""
+        gradients = dict(gradients)
+        if late := self._summands(gradients):
+            gradients |= zip(late, reduced([gradients[n].clone() for n in late]), strict=True)
         norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
-        parts = [n for n in norms if n in self.shards]
+        parts = [n for n in norms if n in self.shards and self.shards[n].divided]
         if parts:
             squares = summed(torch.stack([norms[n] for n in parts]) ** 2.0)
             norms |= dict(zip(parts, (squares**0.5).unbind(), strict=True))

@@ -92,8 +92,9 @@ def fit(
     pinned memory instead, and to files only what is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that
     is said. ``independent``: in a world of several ranks each trains a model of its own; without, a step that has no
     collective is refused there. ``parallel``: all ranks train this model, each on batches of its own
-    (`DataParallel`); a model in ``DistributedDataParallel`` or of ``fully_shard`` says that by itself, and none of
-    its hooks run. All ranks call ``fit`` and each step together; one that fails ends all (``PeerFailed``).
+    (`DataParallel`); a model in ``DistributedDataParallel``, of ``fully_shard`` or of ``parallelize_module`` says by
+    itself how ranks train it (hooks of the first two do not run). All ranks call ``fit`` and each step together; one
+    that fails ends all (``PeerFailed``).
 
     With ``accumulate=k`` each call takes one batch, and every k-th updates with the sum of the gradients (divide the
     loss by k, as in eager). ``clip_norm`` and ``clip_value`` clip the gradients of the optimizer's parameters as

@@ -315,8 +315,8 @@ def _words(error: BaseException) -> str:
 
 
 class Told(NamedTuple):
-    """What a rank says of its step: a digest of its ops, the collectives among them (how many, and a digest of what
-    they are, in order), and the same of its plan, if it has one."""
+    """What a rank says of its step: a digest of its ops, wherever in tensors these find their parts; the collectives
+    among them (how many, and a digest of what they are, in order); and the same of its plan, if it has one."""
 
     ops: str
     calls: tuple[int, str]
@@ -332,8 +332,17 @@ def told_of(captured: Program, plan: Plan | None = None) -> Told:
     ops = range(len(captured.calls))
     steps = [] if plan is None else [s.op for s in plan.steps if s.kind in ("compute", "recompute")]
     return Told(
-        captured.graph.digest, _calls(captured, ops), None if plan is None else _calls(captured, steps)
+        _planned_alike(captured), _calls(captured, ops), None if plan is None else _calls(captured, steps)
     )
+
+
+def _planned_alike(captured: Program) -> str:
+    """The same for programs that the same plan is for: where in a tensor each rank has its part makes no
+    difference."""
+    graph = captured.graph
+    if not any(v.offset for v in graph.values):
+        return graph.digest
+    return replace(graph, values=tuple(replace(v, offset=0) if v.offset else v for v in graph.values)).digest
 
 
 def _calls(program: Program, ops: Iterable[int]) -> tuple[int, str]:
@@ -423,4 +432,6 @@ def read(captured: Program, text: str) -> tuple[Program, Plan]:
     plan, graph = loads_plan(document.encode(), "the plan of another rank")
     assert graph is not None
     requests = {k: tuple(Request(*r) for r in row) for k, row in again}
-    return replace(captured, graph=graph, replay_requests=requests, notes=tuple(notes)), plan
+    graph = replace(graph, values=captured.graph.values)
+    program = replace(captured, graph=graph, replay_requests=requests, notes=tuple(notes))
+    return program, replace(plan, digest=graph.digest)

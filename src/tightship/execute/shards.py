@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
+from tightship.errors import Unsupported
 from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.collectives import gathered, messages, reduced, scattered_means, share
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import map_leaves
 
 __all__ = [
-    "Shard", "average_reads", "read_once", "send_together", "shard_model", "shard_optimizer", "shards_of",
-    "take_over",
+    "Placed", "Shard", "average_reads", "read_once", "send_together", "shard_model", "shard_optimizer", "shards_of",
+    "take_over", "take_over_placed",
 ]  # fmt: skip
 
 _MARK = "_tightship_shards"
@@ -67,7 +68,34 @@ class Averaging(Gathering):
         return made
 
 
-class Shard(Gathering):
+class Part(Gathering):
+    """Of a parameter of which this rank keeps a part, which state dicts have as a DTensor."""
+
+    shape: torch.Size
+    divided = True
+    """Whether ranks have different ones."""
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """All parts, which every rank gives."""
+        raise NotImplementedError
+
+    def distributed(self, part: torch.Tensor) -> Any:
+        """The part as torch's own tensor of several ranks."""
+        raise NotImplementedError
+
+    def is_part(self, t: Any) -> bool:
+        raise NotImplementedError
+
+    def saved(self, t: Any) -> Any:
+        """What a state dict has for a part; anything else as it is."""
+        return self.distributed(t.detach()) if self.is_part(t) else t
+
+    def loaded(self, t: Any) -> Any:
+        """The part of what a state dict has: a DTensor or a whole tensor; anything else as it is."""
+        raise NotImplementedError
+
+
+class Shard(Part):
     """Which part of a parameter this rank keeps: as `torch.chunk` cuts the first dimension, filled up with zeros to
     the size of the largest part, so that all ranks run the same ops."""
 
@@ -99,11 +127,10 @@ class Shard(Gathering):
         return made
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """All parts, which every rank gives."""
         return gathered([part.detach()])[0][: self.shape[0]]
 
     def distributed(self, part: torch.Tensor) -> Any:
-        """The part, without what fills it up, as torch's own sharded tensor."""
+        """Without what fills the part up."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor import Shard as Placement
@@ -118,12 +145,7 @@ class Shard(Gathering):
     def is_part(self, t: Any) -> bool:
         return isinstance(t, torch.Tensor) and t.shape == self.padded and not hasattr(t, "full_tensor")
 
-    def saved(self, t: Any) -> Any:
-        """What a state dict has for a part; anything else as it is."""
-        return self.distributed(t) if self.is_part(t) else t
-
     def loaded(self, t: Any) -> Any:
-        """The part of what a state dict has: a DTensor or a whole tensor; anything else as it is."""
         if not isinstance(t, torch.Tensor) or t.shape != self.shape:
             return t
         if not hasattr(t, "full_tensor"):
@@ -137,6 +159,78 @@ class Shard(Gathering):
         how = [(one.shape[0], one.dtype or part.dtype, one.reduced) for one, part in rows]
         made: Sequence[torch.Tensor] = _Gathered.apply(how, *(part for _, part in rows))  # type: ignore[no-untyped-call]
         return made
+
+
+class Placed(Part):
+    """Of a parameter that torch's tensor parallelism has placed: ``part`` of it, or all, on each rank of a mesh. The
+    model reads it as the DTensor that it was, which makes ops of parts and collectives of each op. ``late``: where
+    each rank has a ``summand`` of a gradient, it is left to others to add up."""
+
+    late = False
+    summand: bool | None = None
+
+    def __init__(self, parameter: Any) -> None:
+        self.mesh, self.placements = parameter.device_mesh, parameter.placements
+        self.shape, self.stride = parameter.shape, parameter.stride()
+        self.local, self.divided = parameter.to_local().shape, any(x.is_shard() for x in self.placements)
+
+    def distributed(self, part: torch.Tensor) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = self.distributed(part.detach()).full_tensor()
+        return whole
+
+    def is_part(self, t: Any) -> bool:
+        return isinstance(t, torch.Tensor) and t.shape == self.local and not hasattr(t, "full_tensor")
+
+    def loaded(self, t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or t.shape != self.shape:
+            return t
+        from torch.distributed.tensor import distribute_tensor
+
+        if not hasattr(t, "full_tensor"):
+            given = distribute_tensor(t.detach(), self.mesh, self.placements, src_data_rank=None)
+        elif t.device_mesh == self.mesh:
+            given = t.detach().redistribute(self.mesh, self.placements)
+        else:
+            given = distribute_tensor(t.full_tensor(), self.mesh, self.placements, src_data_rank=None)
+        return given.to_local().clone()
+
+    @staticmethod
+    def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
+        made: Sequence[torch.Tensor] = [_Read.apply(one, part) for one, part in rows]  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way: Placed, part: torch.Tensor) -> Any:
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        return way.distributed(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[None, torch.Tensor | None]:
+        way = ctx.way
+        if gradient is None:
+            return None, None
+        sums = [x.is_partial() and x.reduce_op == "sum" for x in gradient.placements]
+        if way.late and not way.divided:
+            if way.summand not in (None, any(sums)):
+                raise Unsupported(
+                    "a gradient of which ranks have summands in one step, and all of it in another",
+                    "they are added up behind accumulation and clipping, in all steps or in none",
+                    "leave out accumulate and clip_norm, or fit with split=True",
+                )  # fmt: skip
+            way.summand = any(sums)
+            if way.summand:
+                return None, gradient.to_local()
+        return None, gradient.redistribute(way.mesh, way.placements).to_local()
 
 
 class _Gathered(torch.autograd.Function):
@@ -213,20 +307,20 @@ def read_once(shards: Iterable[Gathering]) -> Iterator[None]:
 # --- models ---
 
 
-def shards_of(model: torch.nn.Module) -> dict[int, Shard]:
+def shards_of(model: torch.nn.Module) -> dict[int, Part]:
     """By the id of each part, of a model that has been sharded."""
     return {id(m._parameters[n]): shard for m in model.modules() for n, shard in _marked(m).items()}
 
 
-def _marked(module: torch.nn.Module) -> dict[str, Shard]:
+def _marked(module: torch.nn.Module) -> dict[str, Part]:
     return getattr(type(module), _MARK, {})
 
 
-def shard_model(model: torch.nn.Module, ranks: tuple[int, int]) -> dict[int, Shard]:
+def shard_model(model: torch.nn.Module, ranks: tuple[int, int]) -> dict[int, Part]:
     """Leaves parts in the parameters, which keep their identity, but for scalars, those with fewer rows than there
     are ranks, and those of recurrent modules, whose parameters are read in other ways. ``ranks``: this one, and how
     many there are."""
-    done: dict[int, Shard] = {}
+    done: dict[int, Part] = {}
     for module in list(model.modules()):
         if isinstance(module, torch.nn.RNNBase):
             continue
@@ -243,12 +337,12 @@ def shard_model(model: torch.nn.Module, ranks: tuple[int, int]) -> dict[int, Sha
     return done
 
 
-def take_over(model: torch.nn.Module, optimizer: Any, ranks: tuple[int, int]) -> dict[int, Shard]:
+def take_over(model: torch.nn.Module, optimizer: Any, ranks: tuple[int, int]) -> dict[int, Part]:
     """Parts of a model that ``fully_shard`` has sharded, in the same memory, in the places of its DTensors, in the
     model as in the optimizer; the model is a plain one afterwards."""
     parts: dict[int, torch.nn.Parameter] = {}
-    done: dict[int, Shard] = {}
-    chosen: dict[torch.nn.Module, dict[str, Shard]] = {}
+    done: dict[int, Part] = {}
+    chosen: dict[torch.nn.Module, dict[str, Part]] = {}
     rows, casts = compat_distributed.fully_sharded(model), compat_distributed.fully_shard_casts(model)
     compat_distributed.undo_fully_shard(model)
     for row in rows:
@@ -264,13 +358,37 @@ def take_over(model: torch.nn.Module, optimizer: Any, ranks: tuple[int, int]) ->
         _mark(module, shards)
     for module, given, result in casts:
         _cast(module, given, result)
+    _replace_in(optimizer, parts, done)
+    return done
+
+
+def take_over_placed(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
+    """This rank's parts of a model whose parameters are DTensors, in the same memory and in their places, in the
+    model as in the optimizer."""
+    parts: dict[int, torch.nn.Parameter] = {}
+    done: dict[int, Part] = {}
+    chosen: dict[torch.nn.Module, dict[str, Part]] = {}
+    for row in compat_distributed.placed(model):
+        p = row.parameter
+        parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
+        done[id(part)] = way = Placed(p)
+        for module, name in row.places:
+            module._parameters[name] = part
+            chosen.setdefault(module, {})[name] = way
+    for module, ways in chosen.items():
+        _mark(module, ways)
+    _replace_in(optimizer, parts, done)
+    return done
+
+
+def _replace_in(optimizer: Any, parts: Mapping[int, torch.nn.Parameter], done: Mapping[int, Part]) -> None:
+    """Puts parts, by the ids of what they are parts of, into the places of these, with their state."""
     for one in each(optimizer) if optimizer is not None else ():
         for group in one.param_groups:
             group["params"] = [parts.get(id(p), p) for p in group["params"]]
         for p in [p for p in one.state if id(p) in parts]:
             part = parts[id(p)]
             one.state[part] = {k: done[id(part)].loaded(t) for k, t in one.state.pop(p).items()}
-    return done
 
 
 def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtype | None) -> None:
@@ -288,7 +406,7 @@ def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtyp
     module.register_forward_hook(lambda _, args, out: cast(result, out))
 
 
-def average_reads(model: torch.nn.Module, done: Mapping[int, Shard]) -> dict[int, Gathering]:
+def average_reads(model: torch.nn.Module, done: Mapping[int, Part]) -> dict[int, Gathering]:
     """Has all parameters that are not in parts averaged where they are read; how each is read, by id."""
     ways: dict[int, Gathering] = dict(done)
     for module in model.modules():
@@ -304,7 +422,7 @@ def _read_by(module: torch.nn.Module, ways: Mapping[str, Gathering], **own: Any)
     module.__class__ = type(kind.__name__, (kind,), names | own)
 
 
-def _mark(module: torch.nn.Module, shards: Mapping[str, Shard]) -> None:
+def _mark(module: torch.nn.Module, shards: Mapping[str, Part]) -> None:
     if not shards:
         return
     _read_by(module, shards, **{_MARK: dict(shards)})
@@ -336,7 +454,7 @@ def _on_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: An
 # --- optimizers ---
 
 
-def shard_optimizer(optimizer: Any, shards: Mapping[int, Shard]) -> None:
+def shard_optimizer(optimizer: Any, shards: Mapping[int, Part]) -> None:
     """Leaves parts of the state that the optimizer has; its state dicts have DTensors."""
     for one in each(optimizer) if optimizer is not None else ():
         for p, state in one.state.items():
@@ -344,14 +462,14 @@ def shard_optimizer(optimizer: Any, shards: Mapping[int, Shard]) -> None:
                 state.update({k: shards[id(p)].loaded(t) for k, t in state.items()})
         if not getattr(one, _MARK, False):
             setattr(one, _MARK, True)
-            one.register_state_dict_post_hook(_Translated(shards, Shard.saved))
-            one.register_load_state_dict_pre_hook(_Translated(shards, Shard.loaded))
+            one.register_state_dict_post_hook(_Translated(shards, lambda way, t: way.saved(t)))
+            one.register_load_state_dict_pre_hook(_Translated(shards, lambda way, t: way.loaded(t)))
 
 
 class _Translated:
     """A state dict of an optimizer, with what ``how`` makes of tensors that are like a part or a parameter."""
 
-    def __init__(self, shards: Mapping[int, Shard], how: Any) -> None:
+    def __init__(self, shards: Mapping[int, Part], how: Any) -> None:
         self.shards, self.how = shards, how
 
     def __call__(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:

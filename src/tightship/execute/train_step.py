@@ -224,6 +224,8 @@ class TrainStep(TrainVariants):
         added to it in place. Returns what the step itself would return. Do as you like with gradients before
         ``update``."""
         with self._exclusive():
+            if self._replicas is not None:
+                self._replicas.check_parts()
             return self._backward(self._filled(batch))
 
     def update(self) -> None:
@@ -303,6 +305,11 @@ class TrainStep(TrainVariants):
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
         check_call()
+        if self.ranks is not None:
+            self.ranks.agreed("running a step in eager", lambda: None, lambda _: "")
+            self.ranks.begin()
+        if self._replicas is not None and not self._added:
+            self._replicas.synchronize()
         self._bring_back()
         static = [t for t in flatten(batch) if isinstance(t, torch.Tensor)]
         static += [p for _, p in self._owned.parameters] + list(self._owned.buffers.values())
@@ -311,8 +318,11 @@ class TrainStep(TrainVariants):
         with unplanned.metered(static):
             out = unplanned.backward(self._loss(batch), self.model, batch)
             if whole and self.optimizer is not None:
-                self._between(self._with_gradients(), None)
-                self.optimizer.step()
+                if self._replicas is not None:
+                    self._replicas.average(self._owned.parameters)
+                if self._between(self._with_gradients(), None):
+                    self._add_up()
+                    self.optimizer.step()
         for _, p in self._owned.parameters if whole else ():
             p.grad = None
         return out
@@ -367,6 +377,7 @@ class TrainStep(TrainVariants):
         if self._replicas is not None:
             self._replicas.average(self._owned.parameters)
         finite = self._between(self._with_gradients(), variant)
+        self._add_up()
         self._added = 0
         if not finite:
             self.skipped += 1
@@ -382,6 +393,11 @@ class TrainStep(TrainVariants):
             self.optimizer.step()
         elif finite:
             self._run_update(variant)
+
+    def _add_up(self) -> None:
+        """What eager's DTensors do in the optimizer's step."""
+        if self._replicas is not None:
+            self._replicas.add_up({n: p.grad for n, p in self._owned.parameters if p.grad is not None})
 
     def _planned_update(self) -> Variant | None:
         names = self._own_updates().names

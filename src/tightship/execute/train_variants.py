@@ -89,6 +89,8 @@ class TrainVariants(Prepared):
         self.loop, self._split = loop or Loop(), split or optimizer is None
         if self._replicas is not None and self._replicas.shards:
             self.loop = replace(self.loop, total_norm=self._replicas.norm)
+            late = self.loop.in_parts or self.loop.clip_norm is not None
+            self._replicas.late(late and not self._split and self.loop.clip_value is None)
         self._owned = Owned(model, self._bring_back)
         self._preparing = False
         self._updates: Updates | SeveralUpdates | None = None
@@ -205,7 +207,9 @@ class TrainVariants(Prepared):
             whole = self._own_updates()
             clip = self.loop.clipped if self.loop.clips else None
             averaged = () if self._replicas is None else self._replicas.averaged
-            return Ending(whole.names, whole, clip, averaged=averaged, repeats=self.ranks is not None)
+            add_up = None if self._replicas is None else self._replicas.add_up
+            repeats = self.ranks is not None
+            return Ending(whole.names, whole, clip, averaged=averaged, add_up=add_up, repeats=repeats)
         updates = self._updates_if_any()
         if updates is not None and not self._split and (self._in_parts or self.loop.clips):
             wanted = updates.names

@@ -66,12 +66,13 @@ def fake_mode() -> Any:
 
 
 def is_fake(tensor: object) -> bool:
-    return isinstance(tensor, _fake.FakeTensor)
+    """Whether there are no bytes: a fake tensor, or a DTensor around one."""
+    return isinstance(getattr(tensor, "_local_tensor", tensor), _fake.FakeTensor)
 
 
 def another(fake: torch.Tensor) -> torch.Tensor:
     """Another fake tensor that looks the same; a leaf."""
-    mode: Any = fake.fake_mode  # type: ignore[attr-defined]
+    mode: Any = getattr(fake, "fake_mode", None)
     if is_plain_fake(fake, mode) and not torch.is_inference(fake):
         offset, device = int(fake.storage_offset()), device_of_fake(fake)
         new = blank_like(mode, tuple(fake.shape), fake.stride(), offset, fake.dtype, device, fake)
@@ -418,6 +419,34 @@ def is_inplace_view(fn: Any) -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor lie one after the other, in whatever order, without gaps."""
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+_INDEX_PUTS = torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default
+
+
+def filled_by_mask(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask by which ``x[mask] = number`` fills ``x``, as its kernel does it, without asking where it is true;
+    None for any other call."""
+    if fn not in _INDEX_PUTS or len(args) != 3 or any(kwargs.values()):
+        return None
+    x, indices, value = args
+    masks = [t for t in indices if t is not None]
+    if (
+        len(masks) != 1
+        or masks[0].dtype is not torch.bool
+        or value.numel() != 1
+        or value.device.type != "cpu"
+    ):
+        return None
+    first, mask = next(k for k, t in enumerate(indices) if t is not None), masks[0]
+    last = first + mask.dim()
+    if (
+        mask.device != x.device
+        or mask.shape != x.shape[first:last]
+        or any(t is None for t in indices[first:])
+    ):
+        return None
+    return mask[(..., *[None] * (x.dim() - last))]
 
 
 def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:

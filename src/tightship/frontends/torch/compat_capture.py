@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable
+from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.compat import require_torch
 
 require_torch()
@@ -116,7 +117,7 @@ def calls_seen(seen: Seen) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(applied)))
-        for owner, name in _UNSEEN:
+        for owner, name in (*_UNSEEN, *compat_distributed.methods_of_parts()):
             stack.enter_context(_patched(owner, name, through(owner, name)))
         yield
 

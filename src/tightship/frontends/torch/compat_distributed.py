@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tightship.errors import Unsupported
 
@@ -44,6 +48,79 @@ def is_wait(fn: Any) -> bool:
     """Whether the op does nothing but wait for a collective, or wrap its result so that who reads it waits."""
     name = str(fn)
     return "c10d_functional" in name and (".wait_tensor." in name or "._wrap_tensor_autograd." in name)
+
+
+def is_distributed(kind: type) -> bool:
+    """Whether tensors of a class are DTensors, which make ops of their parts, and collectives, of each op."""
+    return kind.__name__ == "DTensor" and kind.__module__ == "torch.distributed.tensor"
+
+
+def methods_of_parts() -> list[tuple[Any, str]]:
+    """What looks at the parts of DTensors by itself; none where nobody has made one."""
+    there = sys.modules.get("torch.distributed.tensor")
+    names = ("from_local", "to_local", "redistribute", "full_tensor")
+    return [] if there is None else [(there.DTensor, n) for n in names]
+
+
+def expire(stand_in: torch.Tensor, kind: type) -> None:
+    """Has every use of a stand-in be one of ``kind``."""
+    local = getattr(stand_in, "_local_tensor", stand_in)
+    local.__class__ = kind
+
+
+@contextmanager
+def shapes_asked_outside() -> Iterator[None]:
+    """Inside, DTensors ask what results look like as a whole where no mode of the caller's sees the question."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    known = getattr(ShardingPropagator, name)
+
+    def asked(self: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return known(self, schema)
+
+    setattr(ShardingPropagator, name, asked)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, name, known)
+
+
+class Placed(NamedTuple):
+    """A parameter that is a DTensor: this rank's part, and where it is."""
+
+    parameter: Any
+    part: torch.Tensor
+    places: tuple[tuple[torch.nn.Module, str], ...]
+
+
+def placed(model: torch.nn.Module) -> list[Placed]:
+    """The parameters that are DTensors."""
+    found: dict[int, tuple[Any, list[tuple[torch.nn.Module, str]]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and is_distributed(type(p.data)):
+                found.setdefault(id(p), (p, []))[1].append((module, name))
+    return [Placed(p, p.to_local().detach(), tuple(places)) for p, places in found.values()]
+
+
+def placed_options(model: torch.nn.Module) -> list[str]:
+    """What of DTensors' meshes and placements is not taken over."""
+    options: dict[str, None] = {}
+    for t in (*(row.parameter for row in placed(model)), *model.buffers()):
+        if not is_distributed(type(t.data)):
+            continue
+        mesh = t.device_mesh
+        if not isinstance(t, torch.nn.Parameter):
+            options["buffers that are DTensors"] = None
+        elif mesh.ndim != 1:
+            options[f"a mesh of {mesh.ndim} dimensions"] = None
+        elif mesh.size() != world_size():
+            options[f"a mesh of {mesh.size()} of {world_size()} ranks"] = None
+        elif t.placements[0].is_partial() or type(t.placements[0]).__name__ == "_StridedShard":
+            options[f"placements {tuple(t.placements)}"] = None
+    return list(options)
 
 
 def distributed_by(model: torch.nn.Module) -> str:

@@ -70,6 +70,8 @@ class Recorder(compat.TorchDispatchMode):
             self.phase = before
 
     def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(compat_distributed.is_distributed(kind) for kind in types):
+            return NotImplemented  # the ops that it makes of this one, on each rank's own part, come here
         if fn is _DEVICE and compat.is_fake(args[0]):  # autograd asks this several times an op
             return compat.device_of_fake(args[0])
         kwargs = kwargs or {}
@@ -82,6 +84,10 @@ class Recorder(compat.TorchDispatchMode):
         if fn in compat.LAZY_BITS:
             with self:  # the bits are not part of the bytes; do now what they put off
                 return compat.LAZY_BITS[fn](*args)
+        if (mask := compat.filled_by_mask(fn, args, kwargs)) is not None:
+            with self:
+                own = args[0] if fn._schema.is_mutable else torch.ops.aten.clone.default(args[0])
+                return torch.ops.aten.masked_fill_.Tensor(own, mask, torch.ops.aten.view.default(args[2], []))
         if compat.is_composite(fn, _device(args)):
             return self._decomposed(fn, args, kwargs)
         if self.phase == "backward" and (out := self.sparse.instead(fn, args, kwargs)) is not NotImplemented:

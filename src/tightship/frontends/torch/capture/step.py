@@ -175,7 +175,7 @@ def check_model(model: Any, *, hooks: bool = False, shards: bool = False) -> Non
             f"parallel=tightship.DataParallel()); or {DATA_PARALLEL}",
         )  # fmt: skip
     by = compat_distributed.distributed_by(model)
-    if by and not (shards and by == "fully_shard"):
+    if by and not (shards and by in ("fully_shard", "DTensor")):
         raise Unsupported(
             f"a model whose parameters are distributed by {by}",
             "its parts are gathered outside of what a plan sees",
@@ -213,7 +213,8 @@ class Ending:
     Where the step ends with the backward pass, ``leaves`` is true: gradients are added to those of ``held``, in
     place, and the others are the program's last results; the optimizer's state stands beside them. Otherwise ``clip``
     changes gradients before the updates, in place, and may return a tensor, which is the program's last result.
-    ``averaged`` are the parameters whose gradients are averaged over all ranks before that, by message.
+    ``averaged`` are the parameters whose gradients are averaged over all ranks before that, by message. ``add_up``
+    adds up over all ranks, in place, those of which each rank still has a summand behind the clipping.
     ``repeats``: whether collectives that change nothing may run again.
     """
 
@@ -223,6 +224,7 @@ class Ending:
     leaves: bool = False
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     averaged: tuple[tuple[str, ...], ...] = ()
+    add_up: Callable[[Mapping[str, torch.Tensor]], None] | None = None
     repeats: bool = False
 
     @property
@@ -263,7 +265,8 @@ class Capture:
     def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | Several | None) -> Program:
         updates, wanted = self._wanted(optimizer)
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
-        with untouched(self.model, self.changes), quiet, torch.enable_grad():
+        outside = compat_distributed.shapes_asked_outside()
+        with untouched(self.model, self.changes), quiet, outside, torch.enable_grad():
             fakes = self._fakes()
             results, gradients = self._run(loss_fn, fakes, wanted)
         handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
@@ -569,7 +572,7 @@ class StepCapture(Capture):
 
     @contextmanager
     def executing(self) -> Iterator[None]:
-        with self.mode, self.recorder:
+        with compat_distributed.shapes_asked_outside(), self.mode, self.recorder:
             yield
 
     def instead(self, func: Any) -> Any:
@@ -641,6 +644,9 @@ class StepCapture(Capture):
             if ending.clip is not None:
                 found = {n: p for n, p in self._given.parameters.items() if n in gradients}
                 norm = self._clipped(ending.clip, found)  # in the model's order, in which norms add up
+            if ending.add_up is not None:
+                with torch.no_grad(), self.executing(), self.recorder.in_phase("update"):
+                    ending.add_up(gradients)
             notes = [*notes, *self._updated(ending.updates, self._given, gradients)]
         last = [gradients[n] for n in made] if norm is None else [norm]
         tape, guards, name, ends = self.tape, self.recorder.guards, self.name, [*map(self.tape.value, last)]

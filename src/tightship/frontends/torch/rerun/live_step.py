@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch import compat, compat_capture, compat_distributed
 from tightship.frontends.torch.capture.state_restore import Change, Leftovers, stand_ins_in
 from tightship.frontends.torch.capture.step import (
     Ending,
@@ -127,7 +127,7 @@ def _replace(trace: FunctionTrace, numbers: Iterable[int]) -> Kept:
         call.args, call.kwargs = map_tensors(own, call.args), map_tensors(own, call.kwargs)
         call.answer = map_tensors(own, call.answer)
     for _, old in gone:
-        old.__class__ = Expired
+        compat_distributed.expire(old, Expired)
     return gone
 
 
@@ -428,7 +428,7 @@ class _Code:
                 trace.program is None and trace is not self.trace
             ):  # it has not come to its end, and is of no use
                 for t in filter(compat.is_fake, trace.tensors):
-                    t.__class__ = Expired
+                    compat_distributed.expire(t, Expired)
                 continue
             for n, stand_in in expire_kept(trace):
                 number = n if trace is self.trace else self.others.get(id(stand_in))
