@@ -162,3 +162,25 @@ def test_no_update_runs_before_a_check():
     checks = {k for k, op in enumerate(graph.ops) if op.target == "expect"}
     assert len(checks) == 2
     assert all(checks <= {*op.control} for op in graph.ops if op.phase == "update")
+
+
+def test_gradients_of_earlier_parts_stay_where_a_check_fails():
+    model = Net()
+    step = fit(
+        model,
+        given_limit,
+        torch.optim.SGD(model.parameters(), 0.1),
+        batch(0).abs(),
+        "100%",
+        cache=None,
+        split=True,
+    )
+    step.backward(batch(0).abs())
+    before = {n: p.grad.clone() for n, p in model.named_parameters()}
+    step.backward(batch(1).abs())
+    once = {n: p.grad.clone() for n, p in model.named_parameters()}
+    assert any(not torch.equal(before[n], g) for n, g in once.items())
+    with pytest.raises(CheckFailed):
+        step.backward(batch(2))
+    assert all(torch.equal(p.grad, once[n]) for n, p in model.named_parameters())
+    step.update()

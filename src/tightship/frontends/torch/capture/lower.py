@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -158,7 +159,16 @@ def finish(
     by_base = {values[0]: values for values in owned.values()}
     checks = [k for k, r in enumerate(records) if r.checks]
     ops = tuple(
-        _op(r, n, c, by_base, number, overwrites(tape, r), tape.on_cuda, _before(k, r, checks))
+        _op(
+            r,
+            n,
+            c,
+            by_base,
+            number,
+            overwrites(tape, r),
+            tape.on_cuda,
+            checks[: bisect_left(checks, k)] if _trains(tape, r) else (),
+        )
         for k, (r, n, c) in enumerate(zip(records, names, calls, strict=True))
     )
     slots = tuple(Slot(number.value[v], role, key) for v, role, key in given)
@@ -250,9 +260,13 @@ def _renumbered(call: Call, number: Numbers) -> Call:
     return Call(call.fn, args, kwargs, tuple(number.value[v] if v >= 0 else -1 for v in call.results))
 
 
-def _before(k: int, r: Record, checks: Sequence[int]) -> list[int]:
-    """A check that fails leaves the step without an update, as an error in eager's forward pass does."""
-    return [c for c in checks if c < k] if r.phase == "update" else []
+_TRAINED = ("parameter", "state", "gradient")
+
+
+def _trains(tape: Tape, r: Record) -> bool:
+    """Whether it changes what is trained: not before the checks, which leave that as it was where they fail, as an
+    error in eager's forward pass does."""
+    return r.phase == "update" or any(tape.storages[s].role in _TRAINED for s in r.writes)
 
 
 def _op(
