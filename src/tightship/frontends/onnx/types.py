@@ -113,9 +113,10 @@ def type_of(proto: Any, place: str) -> TensorType:
         return TensorType(0)
     if kind != "tensor_type":
         raise Unsupported(
-            f"{place}, {_KINDS.get(kind, 'a ' + kind.removesuffix('_type'))},", "only tensors have bytes that can be planned",
+            f"{place}, {_KINDS.get(kind, 'a ' + kind.removesuffix('_type'))},",
+            "only tensors have bytes that can be planned",
             "export the model without it, or cut off the nodes around it (onnx.utils.extract_model)",
-        )  # fmt: skip
+        )
     tensor = proto.tensor_type
     if not tensor.HasField("shape"):
         return TensorType(tensor.elem_type)
