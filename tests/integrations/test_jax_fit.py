@@ -197,6 +197,24 @@ def test_bad_input() -> None:
         tightship.jax.fit(lambda x, n: x, "60%", static_argnums=1)(X, [1])
 
 
+@pytest.mark.parametrize("forward", [in_a_row, in_a_scan])
+def test_gradients_that_are_accumulated_in_a_loop_are_planned_inside_of_it(forward) -> None:
+    def step(params, batches):
+        def accumulate(total, x):
+            loss, grads = jax.value_and_grad(lambda p: (forward(p, x) ** 2).mean())(params)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        total, losses = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), batches)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, total), losses.mean()
+
+    params = separate(weights()) if forward is in_a_row else weights()
+    batches = jax.random.normal(KEY, (3, BATCH, WIDE))
+    fitted = tightship.jax.fit(step, "static+50%")
+    assert same(fitted(params, batches), jax.jit(step)(params, batches))
+    (fit,) = fitted.fits
+    assert fit.memory.temporaries <= 0.5 * fit.before.temporaries and fit.repeated > 0
+
+
 def test_modules_of_equinox_are_arguments_with_and_without_filter_jit() -> None:
     eqx, optax = pytest.importorskip("equinox"), pytest.importorskip("optax")
     model = eqx.nn.MLP(WIDE, 4, 64, 4, key=KEY)

@@ -25,7 +25,7 @@ import numpy as np
 
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.frontends.jax_program import Ops, Program, inlined, on_values
-from tightship.integrations.jax_scans import loops_of, with_saved
+from tightship.integrations.jax_scans import loops_of, with_bodies, with_saved
 from tightship.planners import default
 from tightship.simulate import baseline, replay
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
@@ -470,13 +470,15 @@ class _Search:
     def candidate(self, share: float) -> _Candidate:
         """Plan for ``share`` of what the step takes beyond its arguments, and compile."""
         chosen = [(loop, loop.saved(share)) for loop in self.loops] if share < 1 else []
-        ops = Ops(with_saved(self.program, chosen))
+        hold = "select" if self.cpu else "barrier"
+        program, bodies = with_bodies(with_saved(self.program, chosen), share, _steps, hold)
+        ops = Ops(program)
         steps = _steps(ops, int(share * self.beyond))
-        run = on_values(ops, steps, "select" if self.cpu else "barrier")
+        run = on_values(ops, steps, hold)
         lowered = jax.jit(run, donate_argnums=tuple(self.donated), keep_unused=True).lower(*self.leaves)
         compiled = _compile(lowered, self.cpu)
         again = [op for repeats, op in steps if repeats]
-        inside = sum(len(saved.again) for _, saved in chosen)
+        inside = bodies + sum(len(saved.again) for _, saved in chosen)
         flops = sum(ops.graph.ops[op].flops for _, op in steps)
         extra = max(0.0, flops / self.flops - 1) if self.flops else 0.0
         made = _Candidate(compiled, _memory(compiled), len(again) + inside, extra)
