@@ -439,7 +439,9 @@ class _Search:
                 high = share
                 stuck = made.memory.temporaries > 0.99 * found[-2].memory.temporaries
                 share *= self._room / max(1, made.memory.temporaries)
-                if low == 0 and (stuck or time.perf_counter() > self.until):
+                if not any(c.memory.total <= self.limit for c in found) and (
+                    stuck or time.perf_counter() > self.until
+                ):
                     share = 0.0  # whether there is any
         fits = [c for c in found if c.memory.total <= self.limit]
         if fits:
