@@ -21,7 +21,7 @@ from support.hostile import hostile
 from support.strategies import random_graph
 from tightship import api, cli
 from tightship.errors import BadInput
-from tightship.files import remove_parts, scratch_folder, write_file
+from tightship.files import part_of, remove_parts, scratch_folder, write_file
 from tightship.graph import DEEPEST, Graph, Op, Request, Storage, Value, replace
 from tightship.plan import Plan
 from tightship.serde import load_plan, save_graph, save_plan
@@ -267,6 +267,21 @@ def test_what_killed_processes_left_goes_with_the_next_write_and_nothing_else(tm
     remove_parts(tmp_path)
     assert {*tmp_path.iterdir()} == {tmp_path / "plan.json", *others[:2]}
     assert (tmp_path / "plan.json").read_bytes() == b"[]"
+
+
+@pytest.mark.parametrize("length", [8, 49, 50, 51, 64, 180])
+def test_a_file_of_any_name_is_written_by_way_of_a_part_that_is_written_whole_itself(
+    tmp_path: Path, length: int
+) -> None:
+    target = tmp_path / ("n" * (length - 5) + ".onnx")
+    other = tmp_path / ("n" * (length - 5) + "2.onnx")
+    with part_of(target, ".onnx") as part, part_of(other, ".onnx") as neighbor:
+        write_file(part, b"1")
+        write_file(neighbor, b"2")
+        write_file(part, b"3")
+        assert part.read_bytes() == b"3" and neighbor.read_bytes() == b"2"
+        os.replace(part, target)
+    assert [p.name for p in tmp_path.iterdir()] == [target.name]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -82,6 +83,7 @@ def write_file(path: PathLike, data: bytes) -> None:
 # --- parts ---
 
 _ENDINGS: Final = (".tmp", ".onnx")
+_PARTS: Final = rf"(\.[0-9a-f]{{8}}({'|'.join(map(re.escape, _ENDINGS))}))+"
 _LONGEST: Final = 50
 """Characters of a file's name that are in that of its parts."""
 _TRIES: Final = 5
@@ -111,15 +113,19 @@ def part_of(target: Path, ending: str = ".tmp") -> Iterator[Path]:
 
 
 def _begin(name: str) -> str:
-    """How the names of a file's parts begin, and those of the parts' own."""
-    return f".{name.lstrip('.')[:_LONGEST]}"
+    """How the names of a file's parts begin, and those of the parts' own: with its name, of which a long one is cut
+    and told from others by its checksum; never a part's, or its parts would look like those of the file itself."""
+    name = name.lstrip(".")
+    if len(name) > _LONGEST and not re.fullmatch(rf".{{1,{_LONGEST}}}{_PARTS}", name):
+        name = f"{name[: _LONGEST - 9]}-{zlib.crc32(name.encode(errors='surrogateescape')):08x}"
+    return f".{name}"
 
 
 def remove_parts(folder: Path, name: str | None = None) -> None:
     """Removes what killed processes left of a file's parts, or (``name`` None) of those of all files in a folder that
     nobody else writes to."""
     begin = r"\..+" if name is None else re.escape(_begin(name))
-    known = re.compile(rf"{begin}(\.[0-9a-f]{{8}}({'|'.join(map(re.escape, _ENDINGS))}))+")
+    known = re.compile(begin + _PARTS)
     with contextlib.suppress(OSError), os.scandir(folder) as rows:
         for row in rows:
             if known.fullmatch(row.name):

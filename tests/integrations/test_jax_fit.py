@@ -197,6 +197,108 @@ def test_bad_input() -> None:
         tightship.jax.fit(lambda x, n: x, "60%", static_argnums=1)(X, [1])
 
 
+@pytest.mark.parametrize("forward", [in_a_row, in_a_scan])
+def test_gradients_that_are_accumulated_in_a_loop_are_planned_inside_of_it(forward) -> None:
+    def step(params, batches):
+        def accumulate(total, x):
+            loss, grads = jax.value_and_grad(lambda p: (forward(p, x) ** 2).mean())(params)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        total, losses = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), batches)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, total), losses.mean()
+
+    params = separate(weights()) if forward is in_a_row else weights()
+    batches = jax.random.normal(KEY, (3, BATCH, WIDE))
+    fitted = tightship.jax.fit(step, "static+50%")
+    assert same(fitted(params, batches), jax.jit(step)(params, batches))
+    (fit,) = fitted.fits
+    assert fit.memory.temporaries <= 0.5 * fit.before.temporaries and fit.repeated > 0
+
+
+def test_modules_of_equinox_are_arguments_with_and_without_filter_jit() -> None:
+    eqx, optax = pytest.importorskip("equinox"), pytest.importorskip("optax")
+    model = eqx.nn.MLP(WIDE, 4, 64, 4, key=KEY)
+    optimizer = optax.adamw(1e-3)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def step(model, state, x, squares=True):
+        def loss(m):
+            y = jax.vmap(m)(x)
+            return (y**2).mean() if squares else y.mean()
+
+        value, grads = eqx.filter_value_and_grad(loss)(model)
+        updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    def arrays(tree):
+        return [x for x in jax.tree.leaves(tree) if eqx.is_array(x)]
+
+    def copied(tree):
+        return jax.tree.map(lambda x: jnp.array(x, copy=True) if eqx.is_array(x) else x, tree)
+
+    plain = eqx.filter_jit(step)
+    expected = plain(model, state, X)
+    for given in (step, plain, eqx.filter_jit(step, donate="all-except-first")):
+        fitted = tightship.jax.fit(given, "static+80%")
+        mine = copied((model, state))
+        got = fitted(*mine, X.copy())
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        assert got[0].activation is model.activation
+        assert same(arrays(got), arrays(expected))
+        assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+        donated = given is not step and given is not plain
+        assert all(x.is_deleted() == donated for x in arrays(mine[1]))
+        assert not any(x.is_deleted() for x in arrays(mine[0]))
+        fitted(*got[:2], X.copy())
+        assert len(fitted.fits) == 1
+    fitted = tightship.jax.fit(plain, "64MiB")  # flags are static, as filter_jit has them
+    for squares in (True, False):
+        assert same(fitted(model, state, X, squares)[2], plain(model, state, X, squares)[2])
+    assert len(fitted.fits) == 2
+
+
+@pytest.mark.parametrize("budget", ["static+80%", "64MiB"])
+@pytest.mark.parametrize("jitted", [True, False])
+def test_modules_of_nnx_are_changed_as_nnx_jit_changes_them(budget, jitted) -> None:
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+
+    rule = optax.sgd(0.1, momentum=0.9)
+
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.List([nnx.Linear(WIDE, WIDE, rngs=rngs) for _ in range(4)])
+            self.norm, self.drop = nnx.BatchNorm(WIDE, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = nnx.gelu(layer(x))
+            return self.drop(self.norm(x))
+
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def trained(run):
+        model = Net()
+        optimizer = nnx.Optimizer(model, rule, wrt=nnx.Param)
+        losses = [run(model, optimizer, X) for _ in range(3)]
+        return losses, jax.tree.map(
+            lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+            jax.tree.leaves((nnx.state(model), nnx.state(optimizer))),
+        )
+
+    fitted = tightship.jax.fit(nnx.jit(step) if jitted else step, budget)
+    model = Net()
+    optimizer = nnx.Optimizer(model, rule, wrt=nnx.Param)
+    assert fitted.prepare(model, optimizer, X).memory.total <= fitted.fits[0].budget
+    got, expected = trained(fitted), trained(nnx.jit(step))
+    assert got[0][0] > got[0][2] and len(fitted.fits) == 1
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 class TestLoops:
     def test_what_a_loop_stacks_up_is_planned_from_all_of_it_to_what_an_iteration_begins_with(self) -> None:
         program = inlined(jax.jit(step_of(in_a_scan)).trace(weights(), X).jaxpr)

@@ -11,8 +11,11 @@ What is above the budget is planned again for less, until it is within it, or `I
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import time
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +25,7 @@ import numpy as np
 
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.frontends.jax_program import Ops, Program, inlined, on_values
-from tightship.integrations.jax_scans import loops_of, with_saved
+from tightship.integrations.jax_scans import loops_of, with_bodies, with_saved
 from tightship.planners import default
 from tightship.simulate import baseline, replay
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
@@ -89,15 +92,71 @@ class _Planned:
     fit: Fit
 
 
+_Held = dict[int, Any]
+"""Leaves of a tree that are no arrays, by position."""
+
+
+def _parted(tree: Any, keeps: Callable[[Any], bool]) -> tuple[Any, _Held]:
+    """``tree`` with None for leaves that are no arrays, and those: equinox's modules have functions among theirs."""
+    leaves, form = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+    held = {k: x for k, x in enumerate(leaves) if x is not None and not keeps(x)}
+    return jax.tree.unflatten(form, [None if k in held else x for k, x in enumerate(leaves)]), held
+
+
+def _joined(tree: Any, held: _Held) -> Any:
+    if not held:
+        return tree
+    leaves, form = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+    return jax.tree.unflatten(form, [held.get(k, x) for k, x in enumerate(leaves)])
+
+
+def _is_array(leaf: Any) -> bool:
+    arrays = (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)
+    return isinstance(leaf, arrays) or hasattr(leaf, "aval") or hasattr(leaf, "__jax_array__")
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether `jax.jit` takes a leaf as an argument."""
+    return isinstance(leaf, (bool, int, float, complex)) or _is_array(leaf)
+
+
+class _Around:
+    """``step`` on arguments without the leaves that are ``held``: by position or name of the argument. What of its
+    results is no array is in ``beside`` once it was traced."""
+
+    def __init__(
+        self, step: Callable[..., Any], held: dict[Any, _Held], keeps: Callable[[Any], bool]
+    ) -> None:
+        functools.update_wrapper(self, step)
+        self._step, self._held, self._keeps = step, held, keeps
+        self.beside: _Held = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._step(
+            *(_joined(x, self._held.get(k, {})) for k, x in enumerate(args)),
+            **{name: _joined(x, self._held.get(name, {})) for name, x in kwargs.items()},
+        )
+        made, self.beside = _parted(out, self._keeps)
+        return made
+
+
 class FittedStep:
     """The step within its budget: call it as the step. ``fits`` has what was planned for each kind of arguments."""
 
     def __init__(
         self, step: Callable[..., Any], budget: BudgetLike, seconds: float, jit: dict[str, Any]
     ) -> None:
-        self._step, self._budget, self._seconds, self._jit = step, _read(budget), seconds, jit
+        self._budget, self._seconds = _read(budget), seconds
         _check_options(step, jit)
-        self._static = _StaticArguments(step, jit)
+        given: Any = step
+        self._given, self._jit, self._keeps = given, jit, _is_traced
+        self._donates = (False, False)  # the first argument, and the rest, of equinox's
+        self._nnx = _is_nnx(step)
+        if type(given).__module__.startswith("equinox") and hasattr(given, "donate_first"):
+            self._donates, self._keeps = (given.donate_first, given.donate_rest), _is_array
+            given = given.__wrapped__
+        self._step: Any = given.jitted_fn if self._nnx else given
+        self._static = _StaticArguments(self._step, jit)
         self._kinds: dict[Hashable, _Planned] = {}
 
     @property
@@ -105,13 +164,40 @@ class FittedStep:
         return tuple(k.fit for k in self._kinds.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        planned, dynamic, leaves = self._planned(args, kwargs)
-        return planned.call(dynamic, leaves)
+        if not self._takes_nnx(args, kwargs):
+            planned, dynamic, leaves = self._planned(args, kwargs)
+            return planned.call(dynamic, leaves)
+        step = self._given
+        with sys.modules["flax.nnx"].update_context(step):
+            args, kwargs = step._get_pure_args_kwargs(args, kwargs)
+            planned, dynamic, leaves = self._planned(args, kwargs)
+            return step._get_non_pure_out(*planned.call(dynamic, leaves))
 
     def prepare(self, *args: Any, **kwargs: Any) -> Fit:
         """Plans for arguments such as these (arrays or `jax.ShapeDtypeStruct`), and runs nothing. Raises what `fit`
         says of a call."""
-        return self._planned(args, kwargs)[0].fit
+        if not self._takes_nnx(args, kwargs):
+            return self._planned(args, kwargs)[0].fit
+        with sys.modules["flax.nnx"].update_context(self._given):
+            return self._planned(*self._given._get_pure_args_kwargs(args, kwargs))[0].fit
+
+    def _takes_nnx(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether arguments have modules of flax.nnx, which the step changes: it then runs as `nnx.jit` runs it, for
+        `jax.jit` would change copies."""
+        nnx = sys.modules.get("flax.nnx")
+        if self._nnx or nnx is None or self._given is not self._step:
+            return self._nnx
+        kinds = (nnx.Module, nnx.Optimizer, nnx.Rngs, nnx.Metric)
+        found = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, kinds))
+        if any(isinstance(x, kinds) for x in found):
+            if hasattr(self._step, "trace"):
+                return False  # jitted by jax.jit: as the user has it
+            self._given = nnx.jit(self._step, **{"keep_unused": True, **self._jit})
+            self._nnx, self._jit = _is_nnx(self._given), {}
+            if self._nnx:
+                self._step = self._given.jitted_fn
+                self._static = _StaticArguments(self._step, {})
+        return self._nnx
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Planned, Any, list[Any]]:
         dynamic, static = self._static.divide(args, kwargs)
@@ -122,19 +208,59 @@ class FittedStep:
                 "program: give the whole step to fit, and call it from outside",
                 place=_PLACE,
             )
+        around = None
+        if not hasattr(self._step, "trace") and not all(map(self._keeps, leaves)):
+            args, kwargs, around = self._without_others(args, kwargs)
+            dynamic, static = self._static.divide(args, kwargs)
+            others = tuple((k, *row.items()) for k, row in around._held.items() if row)
+            static = (static, others)
+            leaves, tree = jax.tree.flatten(dynamic)
         kind = (tree, tuple(map(_kind_of, leaves)), static)
-        if kind not in self._kinds:
-            self._kinds[kind] = self._plan(args, kwargs, tree, leaves)
+        try:
+            known = kind in self._kinds
+        except TypeError:
+            raise BadInput(
+                "an argument has a leaf that is no array and cannot be hashed, so that it cannot be static",
+                place=_PLACE,
+            ) from None
+        if not known:
+            step = around or (
+                _Around(self._step, {}, self._keeps) if self._keeps is _is_array else self._step
+            )
+            with warnings.catch_warnings():
+                if any(self._donates):  # equinox donates what it can, and says nothing of the rest
+                    warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+                self._kinds[kind] = self._plan(step, args, kwargs, tree, leaves)
         return self._kinds[kind], dynamic, leaves
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any, leaves: list[Any]) -> _Planned:
+    def _without_others(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], _Around]:
+        """The arguments without leaves that are no arrays, which the step gets all the same."""
+        held: dict[Any, _Held] = {}
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        for key, x in given.items():
+            if not self._static.has(key):
+                given[key], held[key] = _parted(x, self._keeps)
+        made = tuple(given[k] for k in range(len(args)))
+        return made, {name: given[name] for name in kwargs}, _Around(self._step, held, self._keeps)
+
+    def _jitted(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if hasattr(step, "trace"):
+            return step
+        first, rest = self._donates
+        donated = [k for k in range(len(args)) if (rest if k else first)]
+        more: dict[str, Any] = {"donate_argnums": donated} if donated else {}
+        if rest and kwargs:
+            more["donate_argnames"] = tuple(kwargs)
+        return jax.jit(step, **{"keep_unused": True, **more, **self._jit})
+
+    def _plan(
+        self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any, leaves: list[Any]
+    ) -> _Planned:
         began = time.perf_counter()
-        jitted = (
-            self._step
-            if hasattr(self._step, "trace")
-            else jax.jit(self._step, **{"keep_unused": True, **self._jit})
-        )
-        traced = jitted.trace(*args, **kwargs)
+        traced = self._jitted(step, args, kwargs).trace(*args, **kwargs)
+        beside = dict(step.beside) if isinstance(step, _Around) else {}
         if jax.tree.structure(traced.args_info) != tree:
             raise BadInput(
                 "the step is a jitted function with static arguments: give the function itself, and "
@@ -146,14 +272,31 @@ class FittedStep:
         limit = self._budget.resolve(before.total, static=before.static)
         if before.total <= limit:
             fit = Fit(limit, before, before, 0, 0.0, (before.total,), time.perf_counter() - began)
-            return _Planned(lambda dynamic, leaves: plain(*dynamic[0], **dynamic[1]), fit)
+            return _Planned(lambda dynamic, leaves: _joined(plain(*dynamic[0], **dynamic[1]), beside), fit)
         donated = [k for k, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
         search = _Search(inlined(traced.jaxpr), leaves, donated, limit, before, began + self._seconds)
         best = search.run()
         results = jax.tree.structure(traced.out_info)
         seconds = time.perf_counter() - began
         fit = Fit(limit, best.memory, before, best.repeated, best.extra, tuple(search.tried), seconds)
-        return _Planned(lambda dynamic, leaves: jax.tree.unflatten(results, best.compiled(*leaves)), fit)
+        return _Planned(
+            lambda dynamic, leaves: _joined(jax.tree.unflatten(results, best.compiled(*leaves)), beside), fit
+        )
+
+
+def _is_nnx(step: Any) -> bool:
+    """Whether flax's `nnx.jit` has made it, in the way that is known here."""
+    if not type(step).__module__.startswith("flax.nnx"):
+        return False
+    if all(hasattr(step, name) for name in ("jitted_fn", "_get_pure_args_kwargs", "_get_non_pure_out")):
+        return True
+    if hasattr(step, "trace"):
+        raise Unsupported(
+            "this form of nnx.jit",
+            "tightship.jax.fit takes what nnx.jit(step) makes by default",
+            "give the function itself, on what nnx.split makes of the modules, and return their new state",
+        )
+    return False
 
 
 def _read(budget: BudgetLike) -> Budget:
@@ -200,6 +343,10 @@ class _StaticArguments:
         self._numbers = {k % len(order) if k < 0 and order else k for k in self._numbers}
         self._names |= {order[k] for k in self._numbers if k < len(order)}
         self._numbers |= {k for k, name in enumerate(order) if name in self._names}
+
+    def has(self, key: int | str) -> bool:
+        """Whether an argument is static."""
+        return key in self._numbers or key in self._names
 
     def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Hashable]:
         """The dynamic arguments, and the static ones with their places."""
@@ -280,7 +427,8 @@ class _Search:
         low, high = 0.0, 1.0
         share = self._room / max(1, found[0].memory.temporaries)
         while not self._done(found, low, high):
-            share = min(max(share, low + 0.1 * (high - low)), high - 0.1 * (high - low))
+            if share > 0:
+                share = min(max(share, low + 0.1 * (high - low)), high - 0.1 * (high - low))
             share = 0.0 if share < 0.03 else share
             made = self.candidate(share)
             found.append(made)
@@ -289,7 +437,12 @@ class _Search:
                 share = (low + high) / 2
             else:
                 high = share
+                stuck = made.memory.temporaries > 0.99 * found[-2].memory.temporaries
                 share *= self._room / max(1, made.memory.temporaries)
+                if not any(c.memory.total <= self.limit for c in found) and (
+                    stuck or time.perf_counter() > self.until
+                ):
+                    share = 0.0  # whether there is any
         fits = [c for c in found if c.memory.total <= self.limit]
         if fits:
             return min(fits, key=lambda c: (c.extra, c.repeated, c.memory.total))
@@ -319,13 +472,15 @@ class _Search:
     def candidate(self, share: float) -> _Candidate:
         """Plan for ``share`` of what the step takes beyond its arguments, and compile."""
         chosen = [(loop, loop.saved(share)) for loop in self.loops] if share < 1 else []
-        ops = Ops(with_saved(self.program, chosen))
+        hold = "select" if self.cpu else "barrier"
+        program, bodies = with_bodies(with_saved(self.program, chosen), share, _steps, hold)
+        ops = Ops(program)
         steps = _steps(ops, int(share * self.beyond))
-        run = on_values(ops, steps, "select" if self.cpu else "barrier")
+        run = on_values(ops, steps, hold)
         lowered = jax.jit(run, donate_argnums=tuple(self.donated), keep_unused=True).lower(*self.leaves)
         compiled = _compile(lowered, self.cpu)
         again = [op for repeats, op in steps if repeats]
-        inside = sum(len(saved.again) for _, saved in chosen)
+        inside = bodies + sum(len(saved.again) for _, saved in chosen)
         flops = sum(ops.graph.ops[op].flops for _, op in steps)
         extra = max(0.0, flops / self.flops - 1) if self.flops else 0.0
         made = _Candidate(compiled, _memory(compiled), len(again) + inside, extra)

@@ -8,7 +8,8 @@ Sets are plans of the body's graph in which all that stays until the backward pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,13 +18,14 @@ import jax
 
 from tightship.errors import Infeasible
 from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.jax_program import Ops, Program, array_of, inlined
+from tightship.frontends.jax_program import Ops, Program, array_of, inlined, on_values
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import Graph, Op
 from tightship.plan import Step
 from tightship.planners import default
+from tightship.simulate import baseline, replay
 
-__all__ = ["Loop", "Saved", "loops_of", "with_saved"]
+__all__ = ["Loop", "Saved", "loops_of", "with_bodies", "with_saved"]
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,49 @@ def with_saved(program: Program, chosen: Sequence[tuple[Loop, Saved]]) -> Progra
         if saved.again:
             _rewrite(made, loop, saved)
     return made
+
+
+def with_bodies(
+    program: Program, share: float, steps: Callable[[Ops, int], Sequence[tuple[bool, int]]], hold: str
+) -> tuple[Program, int]:
+    """The program with the bodies of its loops planned, by ``steps``, in ``share`` of what an iteration takes beyond
+    what it is given, and how many operations of bodies run again: where gradients are accumulated over micro-batches,
+    forward and backward pass are inside of one, and loops over layers inside of these. Loops that stack up values for
+    another one, and those that read them, stay as they are."""
+    made, count = list(program.equations), 0
+    for i, e in enumerate(made):
+        if share >= 1 or e.name != "scan" or e.instead is not None or e.once or e.backward or e.made.effects:
+            continue
+        body = inlined(e.made.params["jaxpr"])
+        if {k.backward for k in body.equations} != {False, True}:
+            continue
+        whole = Ops(body).graph
+        chosen = [(loop, loop.saved(share)) for loop in loops_of(body)]
+        inner, inside = with_bodies(with_saved(body, chosen), share, steps, hold)
+        ops = Ops(inner)
+        beyond = replay(whole, baseline(whole)).peak - whole.static_bytes
+        planned = steps(ops, int(share * beyond))
+        again = inside + sum(len(saved.again) for _, saved in chosen) + sum(twice for twice, _ in planned)
+        if again:
+            flops = sum(ops.graph.ops[op].flops for _, op in planned)
+            more = max(0, flops - sum(op.flops for op in whole.ops))
+            loop = functools.partial(_planned_loop, e.made.params, on_values(ops, planned, hold))
+            made[i] = replace(e, instead=loop, more=more * int(e.made.params["length"]))
+            count += again
+    return Program(made, program.avals, program.constants, program.inputs, program.outputs), count
+
+
+def _planned_loop(p: Any, body: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
+    """A scan with parameters ``p`` and another body, on its inputs."""
+    consts, told = p["num_consts"], p["num_consts"] + p["num_carry"]
+
+    def step(c: Sequence[Any], x: Sequence[Any]) -> Any:
+        outs = body(*values[:consts], *c, *x)
+        return tuple(outs[: p["num_carry"]]), tuple(outs[p["num_carry"] :])
+
+    begins, rows = tuple(values[consts:told]), tuple(values[told:])
+    ends, stacked = jax.lax.scan(step, begins, rows, p["length"], p["reverse"], p["unroll"])
+    return [*ends, *stacked]
 
 
 def _rewrite(program: Program, loop: Loop, saved: Saved) -> None:

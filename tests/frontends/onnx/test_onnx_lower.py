@@ -244,8 +244,12 @@ def test_types_without_a_size_are_named(tmp_path):
     model = made(
         [node("Identity", ["x"], ["out"])], [value("x", [2], TensorProto.STRING)], [value("out", None, 8)]
     )
-    with pytest.raises(UnknownSize, match="'x'"):
+    with pytest.raises(UnknownSize, match=r"'x'.*cut off the nodes that take or make strings"):
         graph_of(tmp_path, model)
+    optional = helper.make_optional_type_proto(helper.make_tensor_type_proto(FLOAT, [2]))
+    nodes = [node("OptionalGetElement", ["x"], ["out"])]
+    with pytest.raises(Unsupported, match=r"'x', an optional, .*cut off the nodes around it"):
+        graph_of(tmp_path, made(nodes, [helper.make_value_info("x", optional)], [value("out", [2])]))
     nodes = [node("SequenceConstruct", ["x", "x"], ["s"]), node("ConcatFromSequence", ["s"], ["out"], axis=0)]
     with pytest.raises(Unsupported, match="s, a sequence"):
         graph_of(tmp_path, made(nodes, [value("x", [2])], [value("out", None)]))

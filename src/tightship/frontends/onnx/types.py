@@ -81,7 +81,13 @@ def bits_of(dtype: int, place: str) -> int:
     name = _NAMES.get(dtype, "")
     if name in _BITS:
         return _BITS[name]
-    if name in ("", "UNDEFINED", "STRING"):
+    if name == "STRING":
+        raise UnknownSize(
+            "elements of type string have no fixed size in bytes; cut off the nodes that take or make strings "
+            "(onnx.utils.extract_model), and plan the rest",
+            place=place,
+        )
+    if name in ("", "UNDEFINED"):
         raise UnknownSize(
             f"elements of type {name.lower() or dtype} have no fixed size in bytes", place=place
         )
@@ -97,6 +103,9 @@ def _open_vector(shape: tuple[Dim, ...]) -> bool:
     return len(shape) == 1 and isinstance(shape[0], str)
 
 
+_KINDS = {"optional_type": "an optional", "sparse_tensor_type": "a sparse tensor"}
+
+
 def type_of(proto: Any, place: str) -> TensorType:
     """The type a ``TypeProto`` declares; names of dimensions stay names, nameless ones become ``""``."""
     kind = proto.WhichOneof("value")
@@ -104,9 +113,10 @@ def type_of(proto: Any, place: str) -> TensorType:
         return TensorType(0)
     if kind != "tensor_type":
         raise Unsupported(
-            f"{place}, a {kind.removesuffix('_type')},", "only tensors have bytes that can be planned",
-            "export the model without it",
-        )  # fmt: skip
+            f"{place}, {_KINDS.get(kind, 'a ' + kind.removesuffix('_type'))},",
+            "only tensors have bytes that can be planned",
+            "export the model without it, or cut off the nodes around it (onnx.utils.extract_model)",
+        )
     tensor = proto.tensor_type
     if not tensor.HasField("shape"):
         return TensorType(tensor.elem_type)
