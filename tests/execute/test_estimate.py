@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -420,6 +421,16 @@ def test_arguments_that_make_no_sense() -> None:
         estimate(model, batch, torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1), loss)
     with pytest.raises(BadInput, match=r"give a torch\.nn\.Module"):
         tightship.estimate("model", batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reads", [lambda h: h.detach().numpy(), lambda h: np.asarray(h.detach())])
+def test_a_loop_that_gives_what_it_computes_to_numpy_is_refused(reads: Callable[[torch.Tensor], Any]) -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        h = model(batch)
+        return h[:, int(reads(h)[0].argmax())].sum()
+
+    with pytest.raises(Unsupported, match="given to NumPy"):
+        estimate(nn.Linear(4, 4), torch.ones(2, 4), None, loss_fn)
 
 
 def test_a_loop_that_decides_by_its_parameters_is_refused() -> None:

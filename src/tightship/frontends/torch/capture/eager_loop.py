@@ -10,6 +10,7 @@ and does so out of place as soon as a mode looks on.
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import Capture
-from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage
+from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage, source_line
 from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.optimizer.updates import each, twin_of
 from tightship.frontends.torch.program import tensors_in
@@ -192,6 +193,23 @@ class _LifeRecorder(Recorder):
         return fake
 
 
+@contextmanager
+def _without_numpy() -> Iterator[None]:
+    """Code that hands contents to NumPy (a matcher of objects, say) decides by what only a real step has."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if "numpy()" not in str(error):
+            raise
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        where = source_line(frame)
+        raise Unsupported(
+            f"a tensor of the loop given to NumPy{f' at {where}' if where else ''}",
+            "its contents are there only when the loop really runs",
+            "estimate the model without that part, or measure a real step",
+        ) from error
+
+
 def _requires_grad(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
 
@@ -269,6 +287,7 @@ class EagerLoop(Capture):
             enter(self._swapped(fakes))
             enter(self._stepping(twin))
             enter(compat_capture.inside_backward(self._in_backward, self.tape.node_ran))
+            enter(_without_numpy())
             result = None
             for k in range(steps):
                 self.tape.events.append((Kind.STEP, k))

@@ -68,9 +68,9 @@ def _is_plumbing(filename: str) -> bool:
     return f"{os.sep}contextlib.py" in filename or f"{os.sep}functools.py" in filename
 
 
-def source_line() -> str:
-    """``file.py:line`` of the innermost frame that is neither PyTorch's nor tightship's."""
-    frame = sys._getframe(1)
+def source_line(frame: Any = None) -> str:
+    """``file.py:line`` of the innermost frame from there (the caller) that is neither PyTorch's nor tightship's."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not _is_plumbing(code.co_filename) and (name := _short(code.co_filename)) is not None:
