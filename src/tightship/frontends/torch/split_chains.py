@@ -15,7 +15,17 @@ from typing import Any
 import torch
 
 from tightship.frontends.torch.program import Program, Ref, refs_in
-from tightship.frontends.torch.split_rules import SUM, Axis, Place, axes, from_behind, mapped, merged, merges
+from tightship.frontends.torch.split_rules import (
+    SUM,
+    Axis,
+    Place,
+    axes,
+    from_behind,
+    is_aten,
+    mapped,
+    merged,
+    merges,
+)
 from tightship.graph import Value
 
 __all__ = ["WIDE", "Chain", "chains", "dims_of", "narrowed", "seen"]
@@ -171,6 +181,8 @@ class _Finder:
     def _possible(self, k: int) -> Iterator[Axis]:
         op, call, values = self.graph.ops[k], self.program.calls[k], self.graph.values
         if op.random or op.effect or op.updates or op.phase == "update" or k in self.program.replays:
+            return
+        if not is_aten(call.fn):
             return
         if self.program.samples.get(k) or len(self.places(k)) != len(list(refs_in((call.args, call.kwargs)))):
             return

@@ -23,7 +23,7 @@ from tightship.graph import Value
 
 __all__ = [
     "ELEMENTWISE", "SUM", "Axis", "Place", "Shape", "added_wide", "axes", "cut_size", "from_behind", "in_place",
-    "mapped", "merged", "merges", "most_index", "name_of",
+    "is_aten", "mapped", "merged", "merges", "most_index", "name_of",
 ]  # fmt: skip
 
 SUM = -1
@@ -63,6 +63,11 @@ _Rule = Callable[[Sequence[Any], Sequence[Shape | None]], Iterator[Axis]]
 """From a call's arguments, with a `Shape` in the place of each tensor, and the shapes of its results."""
 
 
+def is_aten(fn: Any) -> bool:
+    """Whether the rules can know a call: not an update, a check, or an op under a grad mode of its own."""
+    return isinstance(fn, torch._ops.OpOverload) and fn.namespace == "aten"
+
+
 def name_of(fn: Any) -> str:
     """An op's name without namespace and overload."""
     return str(fn._schema.name.removeprefix("aten::"))
@@ -73,7 +78,7 @@ def axes(
 ) -> list[Axis]:
     """The ways in which a call may be cut. ``args`` have a ``torch.Size`` in the place of each tensor, as have
     ``kwargs``; ``results`` are the shapes of the results, None for what is no tensor."""
-    if not isinstance(fn, torch._ops.OpOverload) or fn.namespace != "aten":
+    if not is_aten(fn):
         return []
     name, named = name_of(fn), kwargs or {}
     if name in _NAMED:

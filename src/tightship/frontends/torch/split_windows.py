@@ -13,7 +13,7 @@ import torch
 from tightship.analysis.patches import DIM, Take, Window
 from tightship.frontends.torch.capture.lower import elementwise
 from tightship.frontends.torch.program import Program, Ref, refs_in
-from tightship.frontends.torch.split_rules import ELEMENTWISE, in_place, name_of
+from tightship.frontends.torch.split_rules import ELEMENTWISE, in_place, is_aten, name_of
 
 __all__ = ["slice_args", "windows"]
 
@@ -35,11 +35,7 @@ def windows(program: Program, k: int) -> Mapping[int, Window] | None:
     values, storages = graph.values, graph.storages
     if op.random or op.effect or op.updates or k in program.replays or program.samples.get(k):
         return None
-    if (
-        not isinstance(call.fn, torch._ops.OpOverload)
-        or call.fn.namespace != "aten"
-        or list(refs_in(call.kwargs))
-    ):
+    if not is_aten(call.fn) or list(refs_in(call.kwargs)):
         return None
     made = [v for v in call.results if v >= 0 and storages[values[v].storage].size]
     written = [values[x.value].storage for x in call.args[:1] if isinstance(x, Ref)] if op.mutates else []
