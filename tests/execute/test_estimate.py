@@ -65,6 +65,17 @@ def step(model: Any, batch: Any, optimizer: Any, *, accumulate: int = 1, set_to_
     return loss.detach()
 
 
+def step_of(loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any, Any], torch.Tensor]:
+    def loop(model: Any, batch: Any, optimizer: Any) -> torch.Tensor:
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return loop
+
+
 class Net(nn.Module):
     """Convolutions, norms, attention and residual sums, whose gradients autograd adds in place."""
 
@@ -144,14 +155,9 @@ def test_autograd_adds_gradients_in_place_where_nobody_else_holds_them(name: str
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return SUMS[name](model(batch))
 
-    def loop(model: Any, batch: Any, optimizer: Any) -> Any:
-        loss = loss_fn(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    assert estimate(model, batch, optimizer, loss_fn).peak == measured(model, batch, loop, optimizer)
+    assert estimate(model, batch, optimizer, loss_fn).peak == measured(
+        model, batch, step_of(loss_fn), optimizer
+    )
 
 
 def test_tensors_of_a_batch_that_share_memory_are_there_once() -> None:
@@ -161,17 +167,10 @@ def test_tensors_of_a_batch_that_share_memory_are_there_once() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
-    def loop(model: Any, batch: Any, optimizer: Any) -> Any:
-        loss = loss_fn(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
     for batch in ((text, text), (text[:, :-1], text[:, 1:]), (text[:4], text[4:]), (text, text.clone())):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         found = estimate(model, batch, optimizer, loss_fn)
-        assert found.peak == measured(model, batch, loop, optimizer)
+        assert found.peak == measured(model, batch, step_of(loss_fn), optimizer)
         assert found.batch == aligned(text.nbytes) * (2 if batch[0] is text and batch[1] is not text else 1)
 
 
