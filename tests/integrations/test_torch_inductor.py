@@ -1,7 +1,10 @@
 """Compiled mode: what Inductor makes of a model, within a budget, its peak as planned, its numbers Inductor's."""
 
 import copy
+import hashlib
 import importlib
+import json
+import shutil
 
 import pytest
 import torch
@@ -445,6 +448,100 @@ def test_a_second_start_chooses_nothing_and_a_file_that_does_not_hold_is_made_ag
     assert third.peak == first.peak
     start()
     assert not lowerings
+
+
+# --- compiled code that is kept ---
+
+
+@pytest.fixture
+def starts(tmp_path, monkeypatch):
+    """Starts as of a new process on caches of its own; returns a function that gives the graph of one step with its
+    numbers, and how many passes Inductor compiled, how many partitions were asked for."""
+    from torch._inductor import compile_fx
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    made, cut = [], []
+    whole, compile_graph = compile_fx.fx_codegen_and_compile, compat_inductor.compile_graph
+
+    def counted(*args, **more):
+        made.append(1)
+        return whole(*args, **more)
+
+    def counting(gm, inputs, *, partition, **more):
+        def counted_partition(*args):
+            cut.append(1)
+            return partition(*args)
+
+        return compile_graph(gm, inputs, partition=counted_partition, **more)
+
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", counted)
+    monkeypatch.setattr(compat_inductor, "compile_graph", counting)
+
+    def start(budget="93%", model=None, x=None, cache=tmp_path / "ours"):
+        torch._dynamo.reset()
+        made.clear(), cut.clear()
+        model = wide(2, dropout=0.0) if model is None else model
+        call = compiled(model, budget=budget, cache=None if cache is None else str(cache))
+        numbers = step(call, model, rows(256) if x is None else x)
+        (graph,) = compiled_plans(call)
+        assert graph.last.measured_peak == graph.plan.peak
+        assert graph.plan.budget is None or graph.plan.peak <= graph.plan.budget
+        return graph, numbers, len(made), len(cut)
+
+    return start
+
+
+@pytest.mark.parametrize("budget", [None, "93%"])
+def test_the_next_process_partitions_and_compiles_nothing(starts, budget):
+    first, numbers, made, cut = starts(budget)
+    assert made >= 2
+    assert cut == 1
+    second, again, made, cut = starts(budget)
+    assert (made, cut) == (0, 0)
+    assert all(map(torch.equal, numbers, again))
+    assert second.plan == first.plan
+    assert second.notes == first.notes
+
+
+def test_kept_code_is_of_one_budget_one_cache_and_one_set_of_tensors(starts, tmp_path):
+    first, numbers, _, _ = starts("93%")
+    looser, same, _, cut = starts("200%")
+    assert cut == 1
+    assert looser.plan.peak >= first.plan.peak
+    assert looser.plan.recomputed == 0
+    for a, b in zip(numbers, same, strict=True):
+        torch.testing.assert_close(a, b)
+    elsewhere, _, _, cut = starts("93%", cache=tmp_path / "elsewhere")
+    assert cut == 1
+    assert elsewhere.plan.peak == first.plan.peak
+    assert starts("93%", cache=None)[3] == 1
+    whole = torch.zeros(512, 32)  # of which the batch is a part
+    part, *_ = starts("93%", x=whole[128:384].copy_(rows(256)))
+    assert part.plan.static == first.plan.static + 256 * 32 * 4
+    assert starts("93%")[2:] == (0, 0)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "sizes", "inductor"])
+def test_kept_code_that_does_not_hold_is_made_again(starts, tmp_path, damage):
+    first, numbers, _, _ = starts()
+    if damage == "inductor":
+        shutil.rmtree(tmp_path / "inductor")
+    for file in (tmp_path / "ours").glob("plan-code-*"):
+        text = file.read_text()
+        if damage == "gone":
+            file.unlink()
+        elif damage == "cut":
+            file.write_text(text[: len(text) // 2])
+        elif damage == "sizes":  # with a digest that fits: a file that somebody wrote
+            body = json.loads(text)["body"]
+            body["constants" if "events" in body else "given"] = [["x", -5]] if "events" in body else -1
+            data = json.dumps(body, separators=(",", ":"))
+            whole = {**json.loads(text), "digest": hashlib.sha256(data.encode()).hexdigest()}
+            file.write_text(json.dumps(whole, separators=(",", ":")).replace(json.dumps(body), data))
+    again, found, *_ = starts()
+    assert again.plan == first.plan
+    assert all(map(torch.equal, numbers, found))
+    assert starts()[2:] == (0, 0)
 
 
 # --- hooks ---

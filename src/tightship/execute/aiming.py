@@ -2,9 +2,10 @@
 
 Problem: the fastest plan whose compiled code is within a budget, where a planner knows only a model of that code.
 Method: the planner aims at a target; the candidate that follows is lowered and replayed to the byte; the target moves
-by what the replay was off, between the tightest known to be too loose and the loosest that fits. Where nothing fits,
-what replays had in use beyond the model becomes part of it, and the planner aims again. Guarantee: every candidate
-was replayed; none of optimality. Work: `LOWERINGS` in each of the two passes.
+by what the replay was off, between the tightest known to be too loose and the loosest that fits. What the first
+replay that does not fit had in use beyond the model becomes part of the model first; where nothing fits so, the
+planner aims by the model alone, then with more lessons. Guarantee: every candidate was replayed; none of optimality.
+Work: `FEW` lowerings, then `LOWERINGS` in each of two passes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from tightship.planners import default
 
 __all__ = ["STOCK", "Aim", "Candidate", "Model", "source_of"]
 
+FEW = 5
+"""Candidates that are lowered at first, at most: with one lesson that is nearly always enough."""
 LOWERINGS = 8
-"""Candidates that are lowered in each pass, at most."""
+"""Candidates that are lowered in each pass after that, at most."""
 LESSONS = 2
-"""Replays that the model learns from, at most."""
+"""Replays that the model learns from in the last pass, at most."""
+FAR = 0.05
+"""Of the budget beyond the static set: what does not fit by so much is no near miss."""
 CLOSE = 0.02
 """No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
 GAIN = 0.02
@@ -80,6 +85,7 @@ class Aim(Generic[T]):
     budget: int
     static: int
     learned: list[Candidate[T]] = field(default_factory=list)
+    missed: list[Candidate[T]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.graph = self.model.graph
@@ -89,17 +95,26 @@ class Aim(Generic[T]):
 
     def run(self) -> list[Candidate[T]]:
         """What was looked at: some of it is within the budget, or nothing that the planner came to is."""
-        found = self._aimed(learn=False)
-        if not any(c.needed <= self.budget for c in found):
-            found += self._aimed(learn=True)
+        found: list[Candidate[T]] = []
+        for lessons, most in ((1, FEW), (0, LOWERINGS), (LESSONS, LOWERINGS)):
+            self.graph = self.model.graph
+            self.learned.clear()
+            found += self._aimed(lessons, most)
+            if any(c.needed <= self.budget for c in found):
+                break
+        self.missed = [c for c in found if c.needed - self.budget > FAR * (self.budget - self.static)]
         return found
 
-    def _aimed(self, *, learn: bool) -> list[Candidate[T]]:
+    def hopeless(self, seconds: float) -> bool:
+        """Whether a plan of ours that computes again for so long, or longer, was far from fitting."""
+        return any(c.seconds >= seconds for c in self.missed)
+
+    def _aimed(self, lessons: int, most: int) -> list[Candidate[T]]:
         found: list[Candidate[T]] = []
         close = CLOSE * (self.budget - self.static)
         low, high, target = self.static, None, self.budget
         reached: int | None = None  # the least that the planner came to
-        for _ in range(LOWERINGS):
+        for _ in range(most):
             c, least = self._at(target)
             if c is None:
                 assert least is not None
@@ -111,7 +126,7 @@ class Aim(Generic[T]):
                     break
             found.append(c)
             off = self.budget - c.needed
-            if learn and off < 0 and self._learns(c):
+            if off < 0 and len(self.learned) < lessons and self._learns(c):
                 high, target = None, self.budget
                 continue
             if off >= 0:
@@ -135,7 +150,7 @@ class Aim(Generic[T]):
 
     def _learns(self, c: Candidate[T]) -> bool:
         """Gives the model what a candidate's replay had in use beyond it; whether that was anything."""
-        if c.plan is None or c.replay is None or c in self.learned or len(self.learned) == LESSONS:
+        if c.plan is None or c.replay is None or c in self.learned:
             return False
         self.learned.append(c)
         before = self.graph

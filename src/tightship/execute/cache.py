@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -66,7 +66,7 @@ MOST_PLAN_BYTES = 256 << 20
 """Of all plans' files; those not read for longest are removed."""
 
 
-_UNREADABLE = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+UNREADABLE = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What reading and decoding a file raises."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -162,7 +162,7 @@ class Cache:
             file = msgspec.json.decode(self.path.read_bytes(), type=_File)
         except FileNotFoundError:
             return {}
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             self.note = (
                 f"the measurements kept in {self.path.name} cannot be read and are made again: {error}"
             )
@@ -216,7 +216,7 @@ class KeptLooks:
             file = msgspec.json.decode(self._path.read_bytes(), type=_LooksFile)
         except FileNotFoundError:
             return {}
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             self.note = f"what is kept in {self._path.name} cannot be read and is found out again: {error}"
             return {}
         return file.looks if file.machine == self._machine else {}
@@ -366,7 +366,7 @@ def _plan_of_file(path: Path, key: str) -> Plan | None:
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_PlanFile)
         plan, _ = loads_plan(bytes(file.plan), path.name)
-    except (*_UNREADABLE, TightshipError):
+    except (*UNREADABLE, TightshipError):
         return None
     return plan if file.key == key else None
 
@@ -399,7 +399,7 @@ def _read_plan(path: Path, key: str, graph: Graph, budget: Budget | None) -> tup
             limit = budget.resolve(replay(graph, baseline(graph)).peak, static=graph.static_bytes)
         if file.key != key or plan.digest != graph.digest or plan.budget != limit:
             return None, f"the plan kept in {path.name} is another one and is made again"
-    except (*_UNREADABLE, TightshipError) as error:
+    except (*UNREADABLE, TightshipError) as error:
         said = str(error).splitlines()[0]
         return None, f"the plan kept in {path.name} is damaged and is made again: {said}"
     with contextlib.suppress(OSError):
@@ -422,6 +422,17 @@ def _remove_oldest(folder: Path) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
         total -= size
+
+
+def made_here() -> tuple[Any, ...]:
+    """What everything that is kept of compiled mode depends on: version, machine, and tightship's own code."""
+    return VERSION, machine(False), _planner_code()
+
+
+def write_kept(path: Path, data: bytes) -> None:
+    """Writes a file of plans, if that is possible, and keeps them all within `MOST_PLAN_BYTES`."""
+    if not _write(path, data):
+        _remove_oldest(path.parent)
 
 
 # --- partitions of compiled mode ---
@@ -464,7 +475,7 @@ class KeptPartitions:
     the compiled code's own lines before it runs."""
 
     def __init__(self, folder: Path | None, made_from: object) -> None:
-        parts = (VERSION, machine(False), _planner_code(), made_from)
+        parts = (*made_here(), made_from)
         self._key = hashlib.sha256(repr(parts).encode()).hexdigest()
         self._path = None if folder is None else folder / f"plan-compiled-{self._key[:32]}.json"
 
@@ -473,7 +484,7 @@ class KeptPartitions:
             return None
         try:
             file = msgspec.json.decode(self._path.read_bytes(), type=_PartitionFile)
-        except _UNREADABLE:
+        except UNREADABLE:
             return None
         return (file.unplanned, file.chosen) if file.key == self._key else None
 
@@ -483,8 +494,7 @@ class KeptPartitions:
             return
         known = self.read()
         rows = {**({} if known is None else known[1]), str(budget): chosen}
-        if not _write(self._path, msgspec.json.encode(_PartitionFile(self._key, unplanned, rows))):
-            _remove_oldest(self._path.parent)
+        write_kept(self._path, msgspec.json.encode(_PartitionFile(self._key, unplanned, rows)))
 
     def forget(self) -> None:
         """Removes what does not hold any more."""

@@ -10,7 +10,7 @@ by the allocator, request by request, in every run (`CompiledPass`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from tightship.graph import aligned, alignment_of
 from tightship.plan import Buffer, Problem
 from tightship.planners.packing import Search, pack
 
-__all__ = ["CompiledPass", "LoweredStep", "Measured", "Pass", "StepPlan", "StepReplay", "place"]
+__all__ = ["Asked", "CompiledPass", "LoweredStep", "Measured", "Pass", "StepPlan", "StepReplay", "place"]
 
 _HEAP = -1
 _EXCEEDED = re.compile(r"tightship: budget exceeded at step (\d+): asked (\d+)")
@@ -37,7 +37,7 @@ _EXCEEDED = re.compile(r"tightship: budget exceeded at step (\d+): asked (\d+)")
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """What a kernel asks for: (request, bytes) or, where it gives back, (request, -1), in order; and its result, with
     the request that each tensor in it lies in (-1: in none of them)."""
 
@@ -51,15 +51,19 @@ class Measured:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.recorded = allocator.available(kind)
-        self._known: dict[str, _Asked] = {}
+        self._known: dict[str, Asked] = {}
 
-    def __call__(self, kernel: Kernel) -> _Asked:
+    def learn(self, known: Mapping[str, Asked]) -> None:
+        """Takes over what was measured in an earlier run."""
+        self._known.update({k: x for k, x in known.items() if k not in self._known})
+
+    def __call__(self, kernel: Kernel) -> Asked:
         if kernel.key not in self._known:
             with outside(), compat.plain_execution(), torch.random.fork_rng():
                 self._known[kernel.key] = self._run(kernel)
         return self._known[kernel.key]
 
-    def _run(self, kernel: Kernel) -> _Asked:
+    def _run(self, kernel: Kernel) -> Asked:
         try:
             call = kernel.prepare()
             if not self.recorded:
@@ -76,10 +80,10 @@ class Measured:
         lost = {i for i, n in events if n >= 0} - {i for i, n in events if n < 0} - set(_leaves(tree))
         if lost:
             raise Unsupported(f"the kernel {kernel.key[:80]}", "it keeps bytes that it does not return")
-        return _Asked(events, tree)
+        return Asked(events, tree)
 
 
-def _unrecorded(result: Any) -> _Asked:
+def _unrecorded(result: Any) -> Asked:
     """Without an allocator of ours: the results alone."""
     sizes: list[int] = []
 
@@ -88,7 +92,7 @@ def _unrecorded(result: Any) -> _Asked:
         return len(sizes) - 1
 
     tree = _tree(result, made)
-    return _Asked(tuple(enumerate(sizes)), tree)
+    return Asked(tuple(enumerate(sizes)), tree)
 
 
 def _tree(result: Any, of: Callable[[torch.Tensor], int]) -> Any:

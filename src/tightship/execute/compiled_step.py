@@ -463,7 +463,8 @@ class _Compilation:
             made = self._seed(model, share)
             if made is None:
                 continue
-            if best is not None and model.recompute_time(made)[1] >= best.seconds - aim.slack:
+            seconds = model.recompute_time(made)[1]
+            if best is not None and (seconds >= best.seconds - aim.slack or aim.hopeless(seconds)):
                 continue
             c = self.candidate(made, source_of(share), share=share)
             found.append(c)

@@ -27,9 +27,10 @@ from tightship.execute import allocator
 from tightship.execute.aiming import STOCK, Aim, Candidate, source_of
 from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, partition_plan, plan_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
+from tightship.execute.kept_code import Choice, KeptCode
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, between_blocks, fuse
-from tightship.frontends.torch.compat_inductor import Lowered, Pair
+from tightship.frontends.torch.compat_inductor import Lowered, Outdated, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
 from tightship.integrations.torch_partition import (
@@ -61,6 +62,10 @@ class Shares:
     last: bool
     entry: Entry | None = None
     static: int = 0
+
+    def describe(self) -> object:
+        """What limits depend on besides this graph, in short: kept code of another one is found out by its limit."""
+        return self.last, len(self.ledger.entries), self.ledger.accumulate, self.ledger.step is None
 
     def limit(self, static: int, need: int, results: int, *, training: bool) -> int | None:
         """The most bytes for a graph of ``static`` bytes of inputs that needs ``need`` beyond them as Inductor has it
@@ -191,20 +196,21 @@ def compile_within(
     gm: GraphModule, inputs: Sequence[Any], options: CompileOptions, arena: FrameArena, shares: Shares
 ) -> tuple[Callable[..., Any], CompiledGraph]:
     """The compiled function of a Dynamo graph, and its plan. Raises ``Infeasible``, ``Unsupported``."""
-    for kept in (True, False):
+    for kept in ("code", "choices", ""):
         compilation = _Compilation(gm, options, arena, shares, kept)
         try:
             call = compat_inductor.compile_graph(
-                gm, inputs, partition=compilation.partition, finished=compilation.finished
+                gm,
+                inputs,
+                partition=compilation.partition,
+                finished=compilation.finished,
+                code=compilation.code,
             )
-        except _Outdated:  # a partition that was kept has become another: it is chosen anew
+        except Outdated:  # what was kept is of something else by now: everything is made anew
+            compilation.forget()
             continue
         return call, compilation.graph
     raise AssertionError
-
-
-class _Outdated(TightshipError):
-    """What was kept of an earlier run does not hold."""
 
 
 @dataclass(eq=False)
@@ -213,16 +219,22 @@ class _Compilation:
     options: CompileOptions
     arena: FrameArena
     shares: Shares
-    kept: bool = True  # whether choices of earlier runs count
+    kept: str = "code"  # of earlier runs: compiled code, with what was chosen for it; choices alone; nothing
 
     def __post_init__(self) -> None:
         _, self.name = compat_compile.frame()
         self.device = _device(self.gm)
         self.align = alignment_of(self.device)
         self.measured = Measured(allocator.kind_of(self.device))
-        self.pair: Pair | None = None
-        self.best: Candidate[Pair] | None = None
-        self.search: _Search | None = None
+        folder = folder_of(self.options.cache) if self.kept else None
+        o = self.options
+        made_from = (o.budget, o.planner, o.arena, self.align, self.static(self.gm), self.shares.describe())
+        self.code = (
+            None if folder is None else KeptCode(folder, made_from, self.measured, joint=self.kept == "code")
+        )
+        self.choice: Choice | None = None
+        self.from_search = False  # whether what was chosen was replayed here
+        self.partitions: KeptPartitions | None = None
         self.lowered: dict[str, Lowered] = {}
         self.calls: dict[str, Callable[[list[Any]], Any]] = {}
         self.graph = CompiledGraph(self.name, self.options, self.device, self.arena, self.shares)
@@ -245,10 +257,9 @@ class _Compilation:
 
     def step(self, pair: Pair, forward: Lowered, backward: Lowered) -> LoweredStep:
         """The step with ``pair`` lowered so."""
-        saved = len(forward.outputs) - pair.outputs
         tangents = [
             aligned(t.untyped_storage().nbytes(), self.align)
-            for n in pair.backward.graph.find_nodes(op="placeholder")[saved:]
+            for n in pair.backward.graph.find_nodes(op="placeholder")[len(pair.saved) :]
             if isinstance(t := n.meta.get("val"), torch.Tensor)
         ]
         written = compat_inductor.overwritten_count(pair)
@@ -261,12 +272,38 @@ class _Compilation:
         lower: Callable[[Pair], tuple[Lowered, Lowered]],
     ) -> Pair:  # fmt: skip
         if self.shares.ledger.budget is None:  # it is taken as it is, and replayed as it is compiled
-            self.pair = compat_inductor.stock_pair(joint, inputs, outputs, static, 1.0)
-            return self.pair
-        self.search = _Search(self, joint, inputs, outputs, static, lower)
-        self.best = self.search.run()
-        self.pair = self.best.made
-        return self.pair
+            pair = compat_inductor.stock_pair(joint, inputs, outputs, static, 1.0)
+            chosen = self._chosen(pair, Unplanned(0, (), 0, (), 0), None, source=_STOCK)
+        else:
+            search = _Search(self, joint, inputs, outputs, static, lower)
+            best = search.run()
+            pair = best.made
+            self.from_search = best.replay is not None
+            chosen = self._chosen(
+                pair, search.unplanned, search.budget, peak=best.peak, recomputed=best.recomputed,
+                seconds=best.seconds, source=best.source, lowered=search.count, notes=tuple(search.notes),
+            )  # fmt: skip
+            self.partitions = search.kept
+        self.choice = chosen
+        return pair
+
+    def _chosen(
+        self, pair: Pair, unplanned: Unplanned, budget: int | None, *, source: str, peak: int = 0,
+        recomputed: int = 0, seconds: float = 0.0, lowered: int = 0, notes: tuple[str, ...] = (),
+    ) -> Choice:  # fmt: skip
+        nothing = Lowered((), (), (), (), ())
+        step = self.step(pair, nothing, nothing)
+        return Choice(
+            self.static(self.gm), step.static, step.tangents, step.outputs, step.written, pair.saved, budget,
+            unplanned, peak, recomputed, seconds, source, lowered, notes,
+        )  # fmt: skip
+
+    def forget(self) -> None:
+        """Nothing that was kept holds."""
+        if self.code is not None:
+            self.code.forget()
+        if self.partitions is not None:
+            self.partitions.forget()
 
     def finished(
         self, kind: str, lowered: Lowered | None, call: Callable[[list[Any]], Any]
@@ -298,28 +335,44 @@ class _Compilation:
 
     def _ready_training(self) -> None:
         """Both passes are compiled: what is placed are their own lines, which were replayed before they were."""
-        assert self.pair is not None
-        best, search = self.best, self.search
-        step = self.step(self.pair, self.lowered["forward"], self.lowered["backward"])
+        c = self.choice if self.choice is not None else self._kept_choice()
+        step = LoweredStep(
+            self.lowered["forward"], self.lowered["backward"], c.outputs, c.written, c.static, c.tangents
+        )
         replay = step.replay(self.measured, self.align)
-        if best is None or search is None:
-            plan = StepPlan(None, replay.static, 0, 0, (), max(replay.peaks), self.pair.saved, source=_STOCK)
+        peak = max(replay.peaks)
+        if self.shares.ledger.budget is None:
+            plan = StepPlan(None, replay.static, 0, 0, (), peak, c.saved, source=c.source)
+            unplanned: StepReplay | Unplanned = replay
         else:
-            if max(replay.peaks) != best.peak and best.replay is None:
-                search.kept.forget()
-                raise _Outdated("a kept partition")
-            if max(replay.peaks) != best.peak:
-                text = f"compiled, the passes need {max(replay.peaks)} B and not the {best.peak} B that were replayed"
+            if peak != c.peak and not self.from_search:
+                raise Outdated("a kept partition")
+            if peak != c.peak:
+                text = f"compiled, the passes need {peak} B and not the {c.peak} B that were replayed"
                 raise VerificationFailed([text], f"graph {self.name}")
             plan = StepPlan(
-                search.budget, replay.static, 0, 0, (), max(search.unplanned.peaks), best.made.saved, best.recomputed,
-                best.seconds, best.source, search.count,
+                c.budget, replay.static, 0, 0, (), max(c.unplanned.peaks), c.saved, c.recomputed, c.seconds, c.source,
+                c.lowered,
             )  # fmt: skip
-            self.graph.notes += search.notes
+            unplanned = c.unplanned
+            self.graph.notes += c.notes
         self.graph.kind = "training"
         self.graph._step = _Step(step, self.measured, self.align, replay.shared(), replay.rest)
-        unplanned = replay if search is None else search.unplanned
         self._ready(replay, unplanned, plan, ("forward", "backward"))
+        if self.code is not None and self.choice is not None:
+            self.code.keep_choice(c)
+
+    def _kept_choice(self) -> Choice:
+        """What was decided when passes that are loaded from caches were made. Raises ``Outdated``."""
+        c = None if self.code is None else self.code.choice()
+        if c is None or c.given != self.static(self.gm):
+            raise Outdated("what was decided for kept code is not known")
+        if self.shares.ledger.budget is not None:
+            static, peak = c.unplanned.static, max(c.unplanned.peaks, default=0)
+            budget = self.shares.limit(static, peak - static, sum(c.unplanned.handed[:1]), training=True)
+            if budget != c.budget:
+                raise Outdated("kept code is within another budget")
+        return c
 
     def _ready(
         self, replay: StepReplay, unplanned: StepReplay | Unplanned, plan: StepPlan, kinds: tuple[str, ...]
@@ -387,7 +440,7 @@ class _Search:
         return best
 
     def again(self, chosen: Partition) -> Candidate[Pair]:
-        """A candidate that was chosen in an earlier run. Raises ``_Outdated`` where it is not this graph's."""
+        """A candidate that was chosen in an earlier run. Raises ``Outdated`` where it is not this graph's."""
         try:
             plan = plan_of(chosen)
             if plan is not None and self.model is not None:
@@ -398,8 +451,7 @@ class _Search:
             else:
                 raise BadInput("a partition is Inductor's own or of a plan")
         except TightshipError as error:
-            self.kept.forget()
-            raise _Outdated(str(error)) from error
+            raise Outdated(str(error)) from error
         self.count = chosen.lowered
         return Candidate(
             pair, chosen.source, chosen.peak, chosen.needed, None, chosen.recomputed, chosen.seconds, chosen.share,
@@ -410,7 +462,7 @@ class _Search:
         """The fastest within the budget. Raises ``Infeasible``."""
         found: list[Candidate[Pair]] = []
         if self.model is not None:
-            aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static)
+            aim = self.aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static)
             self.slack, found = aim.slack, aim.run()
         best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
         for share in (*STOCK, None):
@@ -443,14 +495,16 @@ class _Search:
     def _seed_if_faster(
         self, share: float | None, best: Candidate[Pair] | None, least: int
     ) -> Candidate[Pair] | None:
-        """A partition that others would take, unless it is slower than the best one, or what it saves is more than
-        ``least`` bytes by itself."""
+        """A partition that others would take, unless it is slower than the best one, or computes less again than one
+        of ours that was far from fitting, or what it saves is more than ``least`` bytes by itself."""
         if share is None and (self.model is None or not between_blocks(self.joint, self.model.is_late)):
             return None
         if best is not None and best.seconds <= self.slack:
             return None
         pair = self.seed(share)
-        if best is not None and self.cost(pair)[1] >= best.seconds - self.slack:
+        if best is not None and (
+            self.cost(pair)[1] >= best.seconds - self.slack or self.aim.hopeless(self.cost(pair)[1])
+        ):
             return None
         if self.unplanned.static + self.saved_bytes(pair) > least:
             return None

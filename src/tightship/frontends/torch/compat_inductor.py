@@ -28,9 +28,11 @@ from tightship.frontends.torch.compat_inductor_lines import ORIGIN, Event, Kerne
 __all__ = [
     "HOOKS",
     "ORIGIN",
+    "Code",
     "Event",
     "Kernel",
     "Lowered",
+    "Outdated",
     "Pair",
     "as_if_compiling",
     "compile_flat",
@@ -60,7 +62,11 @@ HOOKS: Final = (
     ("torch._inductor.config", "fx_graph_cache"),
     ("torch._inductor.config", "graph_partition"),
     ("torch._inductor.config", "memory_planning"),
+    ("torch._inductor.custom_graph_pass", "CustomGraphPass"),
     ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+    ("torch._inductor.custom_graph_pass", "get_custom_graph_passes"),
+    ("torch._inductor.exc", "InductorError"),
+    ("torch._inductor.output_code", "CompiledFxGraph"),
     ("torch._inductor.choices", "InductorChoices.can_fuse_horizontal"),
     ("torch._inductor.codegen.cpp", "CppKernelProxy.codegen_functions"),
     ("torch._inductor.codegen.cpp", "CppScheduling.kernel_proxy_cls"),
@@ -417,6 +423,24 @@ class Partition(Protocol):
     ) -> Pair: ...
 
 
+class Code(Protocol):
+    """What is kept of compiled passes beside Inductor's own caches, whose keys it goes by. ``name``: of everything
+    that a partition depends on besides the graph; ``version``: of what reads lines. ``joint``: whether partitions
+    that AOTAutograd keeps count, too."""
+
+    name: str
+    version: str
+    joint: bool
+
+    def lines(self, kind: str, key: str) -> Lowered | None: ...
+
+    def keep_lines(self, kind: str, key: str, lowered: Lowered) -> None: ...
+
+
+class Outdated(TightshipError):
+    """What was kept of an earlier run does not hold: everything is made again."""
+
+
 Finished = Callable[[str, Lowered | None, Callable[[list[Any]], Any]], Callable[[list[Any]], Any]]
 
 
@@ -474,8 +498,11 @@ def _scalar_kernels() -> Iterator[None]:
 
 @contextmanager
 def _stopping(made: list[Lowered]) -> Iterator[None]:
+    from torch._inductor import config
+
     recording = _recording(stop=True)
     with (
+        config.patch(fx_graph_cache=False),
         torch.no_grad(),
         torch._C._DisableAutocast(),
         _scalar_kernels(),
@@ -529,23 +556,32 @@ def _restrided(pair: Pair, forward: Lowered) -> list[Any]:
 
 
 def compile_graph(
-    gm: GraphModule, inputs: Sequence[Any], *, partition: Partition, finished: Finished
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Partition,
+    finished: Finished,
+    code: Code | None = None,
 ) -> Callable[..., Any]:
     """Compiles a Dynamo graph with Inductor. ``partition`` cuts the joint graph, if there is a backward pass;
     ``finished(pass, lowered, function)`` gets each compiled pass (``forward``, ``backward``, ``inference``), which
     takes a list of arguments and empties it, and returns what is called instead. ``lowered`` is None where there is
-    nothing to compute. Both passes are compiled before this returns."""
+    nothing to compute. Both passes are compiled before this returns. With ``code``, Inductor's and AOTAutograd's
+    caches count: what they have is not partitioned, lowered or compiled again. Raises `Outdated` where they have
+    passes whose lines nobody kept."""
     require_inductor()
     from torch._functorch import config as aot_config
     from torch._inductor import compile_fx, config
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
-    from torch._inductor.exc import InductorError
 
     orig = (compile_fx.get_num_model_outputs(gm), len(inputs))
 
     class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
         def uuid(self) -> Any:
-            return None
+            return None if code is None else f"tightship {code.name}"
+
+        def __reduce__(self) -> Any:  # caches' keys have Inductor's settings in them
+            return str, (self.uuid(),)
 
         def __call__(self, joint: GraphModule, joint_inputs: Sequence[Any], **more: Any) -> Any:
             static = tuple(more.get("static_lifetime_input_indices") or ())
@@ -556,30 +592,140 @@ def compile_graph(
             pair = partition(joint, joint_inputs, int(more["num_fwd_outputs"]), static, lowered)
             return pair.forward, pair.backward
 
+    made_here: list[Any] = []
+
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
         kind = (
             "backward" if more.get("is_backward") else "inference" if more.get("is_inference") else "forward"
         )
-        with _recording(stop=False) as recorder:
-            made = compile_fx.compile_fx_inner(graph, example_inputs, **more)
-        lowered = recorder.found[0] if recorder.found else None
+        made, lowered = _made(graph, example_inputs, more, kind, code)
+        made_here.append(made)
         if lowered is None or not hasattr(made, "current_callable"):
             return _boxed(finished(kind, None, made))
         made.current_callable = finished(kind, lowered, made.current_callable)
         return made
 
-    own = {"custom_partitioner_fn": Partitioner(), "fx_graph_cache": False, "graph_partition": False}
-    aot = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    own = {"custom_partitioner_fn": Partitioner(), "graph_partition": False, "memory_planning": False}
+    aot: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
+    if code is None:
+        own["fx_graph_cache"] = False
+    if code is None or not code.joint:
+        aot["enable_autograd_cache"] = False
+    _forget_strides()
     with ExitStack() as stack:
-        stack.enter_context(config.patch({**own, "memory_planning": False}))
+        stack.enter_context(config.patch(own))
         stack.enter_context(aot_config.patch(aot))
-        try:
-            made: Callable[..., Any] = compile_fx.compile_fx(gm, inputs, inner_compile=inner)
-        except InductorError as wrapped:  # whatever is raised while code is made is wrapped into one
-            if isinstance(wrapped.inner_exception, TightshipError):
-                raise wrapped.inner_exception from None
-            raise
+        loaded = stack.enter_context(_compiled_graphs())
+        stack.enter_context(_errors_unwrapped())
+        made: Callable[..., Any] = compile_fx.compile_fx(gm, inputs, inner_compile=inner)
+    if code is not None and not made_here:
+        if not loaded:
+            raise Outdated("a pass was kept that computes nothing")
+        kinds = ("inference",) if len(loaded) == 1 else ("forward", "backward")
+        for kind, graph in zip(kinds, loaded, strict=True):
+            lowered = _kept_lines(graph, kind, code)
+            graph.current_callable = finished(kind, lowered, graph.current_callable)
     return made
+
+
+def _made(
+    graph: GraphModule, inputs: Sequence[Any], more: dict[str, Any], kind: str, code: Code | None
+) -> tuple[Any, Lowered | None]:
+    """A pass compiled by Inductor, or from its cache, with its lines."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+    before = get_custom_graph_passes(config.post_grad_custom_pre_pass)
+    key = None
+    for cached in (code is not None and bool(config.fx_graph_cache), False):
+        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None}
+        if cached and code is not None:
+            own["post_grad_custom_pre_pass"] = [*before, _named(graph, code.version)]
+        with config.patch(own), _recording(stop=False) as recorder:
+            made = compile_fx.compile_fx_inner(graph, inputs, **more)
+        key = key or getattr(made, "_fx_graph_cache_key", None)
+        if recorder.found:
+            if code is not None and key is not None:
+                made._fx_graph_cache_key = key
+                code.keep_lines(kind, key, recorder.found[0])
+            return made, recorder.found[0]
+        if key is None or code is None:
+            return made, None
+        with suppress(Outdated):
+            return made, _kept_lines(made, kind, code)
+        _forget_strides()
+    raise AssertionError
+
+
+def _forget_strides() -> None:
+    """A forward pass is compiled anew: what one before has said of its results goes."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()
+
+
+def _named(graph: GraphModule, version: str) -> Any:
+    """A pass that does nothing, and has in its name what Inductor's key of a graph has not: where kernels may not be
+    computed side by side, what the lines are called by, and which inputs the pass may write over."""
+    from torch._guards import TracingContext
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    context = TracingContext.try_get()
+    donated = None if context is None else getattr(context.fw_metadata, "bw_donated_idxs", None)
+    rows = [(n.name, n.meta.get(SEGMENT), origin(n)) for n in graph.graph.nodes]
+    name = hashlib.sha256(repr((version, rows, donated)).encode()).hexdigest()
+
+    class Named(CustomGraphPass):  # type: ignore[misc]
+        def __call__(self, _graph: torch.fx.Graph) -> None:
+            """Changes nothing."""
+
+        def uuid(self) -> str:
+            return f"tightship {name}"
+
+    return Named()
+
+
+def _kept_lines(made: Any, kind: str, code: Code) -> Lowered:
+    """The lines of a pass from Inductor's cache. Raises `Outdated`."""
+    key = getattr(made, "_fx_graph_cache_key", None)
+    lowered = None if key is None else code.lines(kind, key)
+    if lowered is None:
+        raise Outdated(f"the lines of a {kind} pass were not kept")
+    return lowered
+
+
+@contextmanager
+def _compiled_graphs() -> Iterator[list[Any]]:
+    """Inside, every pass that Inductor compiles, or loads from its cache, is listed."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    found: list[Any] = []
+    before = CompiledFxGraph.post_compile
+
+    def post_compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        found.append(self)
+
+    CompiledFxGraph.post_compile = post_compile
+    try:
+        yield found
+    finally:
+        CompiledFxGraph.post_compile = before
+
+
+@contextmanager
+def _errors_unwrapped() -> Iterator[None]:
+    """Whatever is raised while code is made is wrapped into one error of Inductor's: inside, ours is raised."""
+    from torch._inductor.exc import InductorError
+
+    try:
+        yield
+    except InductorError as wrapped:
+        if isinstance(wrapped.inner_exception, TightshipError):
+            raise wrapped.inner_exception from None
+        raise
 
 
 # --- a graph without a backward pass of its own ----------------------------------------------------------------
@@ -621,7 +767,6 @@ def compile_flat(
     require_inductor()
     from torch._functorch import config as aot_config
     from torch._inductor import compile_fx, config
-    from torch._inductor.exc import InductorError
 
     found: list[Any] = []
 
@@ -644,12 +789,8 @@ def compile_flat(
         stack.enter_context(torch.no_grad())
         stack.enter_context(config.patch(own))
         stack.enter_context(aot_config.patch({"enable_autograd_cache": False}))
-        try:
-            compile_fx.compile_fx(gm, list(inputs), inner_compile=inner)
-        except InductorError as wrapped:  # as in `compile_graph`
-            if isinstance(wrapped.inner_exception, TightshipError):
-                raise wrapped.inner_exception from None
-            raise
+        stack.enter_context(_errors_unwrapped())
+        compile_fx.compile_fx(gm, list(inputs), inner_compile=inner)
     call, lowered_ = found
     return call, lowered_
 
