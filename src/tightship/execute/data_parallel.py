@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.parts import Loop
@@ -154,8 +153,7 @@ def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> 
             "fit divides the rows of parameters among all ranks, gathers and averages them in their own type"
         )
         raise Unsupported(f"a model in fully_shard with {', '.join(options)}", why, instead)
-    trained = [n for n, p in model.named_parameters() if p.requires_grad and not hasattr(p, "placements")]
-    if trained:
+    if trained := compat_distributed.left_out(model):
         raise Unsupported(
             f"the parameter {trained[0]!r}, which fully_shard has left out ({len(trained)} in all),",
             "its gradients would differ between ranks",
@@ -219,15 +217,15 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     it parallel already. Raises as `check_together`."""
     module, how = _as_torch_has_it(model, None)
     check_model(module, hooks=True, shards=True)
-    ranks, done = (dist.get_rank(), dist.get_world_size()), shards_of(module)
+    done = shards_of(module)
     if isinstance(how, _TensorParallel):
         done = done or take_over_placed(module, optimizer)
         shard_optimizer(optimizer, done)
         return module, loss
     if compat_distributed.distributed_by(module) == "fully_shard":
-        done = take_over(module, optimizer, ranks)
+        done = take_over(module, optimizer)
     elif how is None:
-        done = shard_model(module, ranks)
+        done = shard_model(module)
     shard_optimizer(optimizer, done)
     ways = average_reads(module, done)
     send_together(module, ways, None if how is None else how.bucket)
@@ -252,12 +250,12 @@ class Replicas(NotCopied):
         if together:
             shards = shards or take_over_placed(model, optimizer)
         elif compat_distributed.distributed_by(model) == "fully_shard":
-            shards = take_over(model, optimizer, (ranks.rank, ranks.size))
+            shards = take_over(model, optimizer)
         elif not shards:
             for t in (*model.parameters(), *model.buffers()):
                 broadcast(t.data)
             if parallel.shard:
-                shards = shard_model(model, (ranks.rank, ranks.size))
+                shards = shard_model(model)
         shard_optimizer(optimizer, shards)
         if not together:
             send_together(model, shards, parallel.bucket)
@@ -318,10 +316,14 @@ class Replicas(NotCopied):
         if late := self._summands(gradients):
             gradients |= zip(late, reduced([gradients[n].clone() for n in late]), strict=True)
         norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
-        parts = [n for n in norms if n in self.shards and self.shards[n].divided]
-        if parts:
-            squares = summed(torch.stack([norms[n] for n in parts]) ** 2.0)
-            norms |= dict(zip(parts, (squares**0.5).unbind(), strict=True))
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for n in norms:
+            if n in self.shards:
+                rows.setdefault(self.shards[n].divided, []).append(n)
+        for groups, parts in rows.items():
+            for group in groups:
+                squares = summed(torch.stack([norms[n] for n in parts]) ** 2.0, group)
+                norms |= dict(zip(parts, (squares**0.5).unbind(), strict=True))
         return torch.linalg.vector_norm(torch.stack(list(norms.values())))
 
     def agree_finite(self, scaler: Any, optimizer: Any) -> None:

@@ -316,24 +316,31 @@ def _words(error: BaseException) -> str:
 
 class Told(NamedTuple):
     """What a rank says of its step: a digest of its ops, wherever in tensors these find their parts; the collectives
-    among them (how many, and a digest of what they are, in order); and the same of its plan, if it has one."""
+    among them (how many, and a digest of what they are, in order); the same of its plan, if it has one; and a digest
+    of each group of ranks that they send among, in the order in which they come up."""
 
     ops: str
     calls: tuple[int, str]
     plan: tuple[int, str] | None
+    groups: tuple[str, ...]
 
     @staticmethod
     def of(row: Sequence[Any]) -> Told:
-        ops, calls, plan = row
-        return Told(ops, tuple(calls), None if plan is None else tuple(plan))
+        ops, calls, plan, groups = row
+        return Told(ops, tuple(calls), None if plan is None else tuple(plan), tuple(groups))
 
 
 def told_of(captured: Program, plan: Plan | None = None) -> Told:
     ops = range(len(captured.calls))
     steps = [] if plan is None else [s.op for s in plan.steps if s.kind in ("compute", "recompute")]
-    return Told(
-        _planned_alike(captured), _calls(captured, ops), None if plan is None else _calls(captured, steps)
-    )
+    groups: dict[tuple[int, ...], int] = {}
+    calls = _calls(captured, ops, groups)
+    planned = None if plan is None else _calls(captured, steps, groups)
+    return Told(_planned_alike(captured), calls, planned, tuple(_of_ranks(sorted(g)) for g in groups))
+
+
+def _of_ranks(ranks: Iterable[int]) -> str:
+    return hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:12]
 
 
 def _planned_alike(captured: Program) -> str:
@@ -345,12 +352,15 @@ def _planned_alike(captured: Program) -> str:
     return replace(graph, values=tuple(replace(v, offset=0) if v.offset else v for v in graph.values)).digest
 
 
-def _calls(program: Program, ops: Iterable[int]) -> tuple[int, str]:
+def _calls(program: Program, ops: Iterable[int], groups: dict[tuple[int, ...], int]) -> tuple[int, str]:
+    """Ranks of one mesh send among other ranks, so a group is told by how many came up before it, and its size."""
     rows = []
     for k in ops:
         call = program.calls[k]
         if isinstance(call.fn, collectives.Collective):
-            rows.append(call.fn.describe(call.args, lambda a: _described(program, a)))
+            group = call.fn.group(call.args)
+            among = groups.setdefault(group, len(groups)), len(group)
+            rows.append(call.fn.describe(call.args, lambda a: _described(program, a), among))
     return len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()[:32]
 
 
@@ -372,6 +382,9 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
     if len({row.calls for row in rows}) > 1:
         texts = [f"a step of {n} collectives ({digest[:8]})" for n, digest in (row.calls for row in rows)]
         raise ranks.differ("steps that send other things (batches, or models, of other shapes)", texts)
+    if not _meet([row.groups for row in rows]):
+        texts = [f"collectives among {len(row.groups)} groups ({_of_ranks(row.groups)[:8]})" for row in rows]
+        raise ranks.differ("steps that send among other ranks (models on other meshes)", texts)
     if len(plans) > 1:
         texts = [
             f"a plan of {row.plan[0]} collectives ({row.plan[1][:8]})" if row.plan else "no plan"
@@ -379,6 +392,17 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
         ]
         rule = "plans for batches of other shapes that send in another order (give all ranks batches of one shape)"
         raise ranks.differ(rule, texts)
+
+
+def _meet(told: Sequence[tuple[str, ...]]) -> bool:
+    """Whether the ranks of each group name this group, wherever in their order one of them does."""
+    for row in zip(*told, strict=True):
+        members: dict[str, list[int]] = {}
+        for rank, group in enumerate(row):
+            members.setdefault(group, []).append(rank)
+        if any(_of_ranks(found) != group for group, found in members.items()):
+            return False
+    return True
 
 
 def leader_of(ranks: Ranks, told: Sequence[Any]) -> tuple[int, bool]:

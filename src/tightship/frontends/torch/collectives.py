@@ -13,7 +13,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -22,7 +22,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_distributed
 
 __all__ = [
-    "Collective", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages", "reduced",
+    "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages", "reduced",
     "running", "scattered_means", "sending", "share", "summed", "unsent",
 ]  # fmt: skip
 
@@ -232,12 +232,11 @@ class Collective:
 
     # --- what planning asks ---
 
-    def describe(self, args: Sequence[Any], metadata: Callable[[Any], Any]) -> str:
-        """What all ranks of its group must agree on: what it is, among whom, with how many bytes. ``metadata`` is
-        called with each argument that stands for a tensor."""
-        group = self.group(args)
+    def describe(self, args: Sequence[Any], metadata: Callable[[Any], Any], among: object) -> str:
+        """What all ranks of its group must agree on: what it is, ``among`` whom, with how many bytes. ``metadata``
+        is called with each argument that stands for a tensor."""
         rest = [metadata(a) for a in args[:-1]]
-        return f"{self.name}{rest} among {group}"
+        return f"{self.name}{rest} among {among}"
 
     def group(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The ranks that take part."""
@@ -295,9 +294,24 @@ def share(gradient: torch.Tensor, *, own: bool) -> torch.Tensor:
     return gradient.mul_(factor) if own and compat.is_dense(gradient) else gradient.mul(factor)
 
 
-def reduced(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums of tensors over all ranks, in place and by one message."""
-    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+class Division(NamedTuple):
+    """Among whom tensors are divided: by name, the ``group`` of which each rank has one of ``size`` parts, this one
+    part ``rank``; and the group of the ranks that have this part, too, if there are several."""
+
+    group: str
+    rank: int
+    size: int
+    copies: str | None = None
+    replicas: int = 1
+
+    @staticmethod
+    def of_all() -> Division:
+        return Division(dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size())
+
+
+def reduced(parts: Sequence[torch.Tensor], group: str | None = None) -> list[torch.Tensor]:
+    """The sums of tensors over all ranks, or those of a group, in place and by one message."""
+    ops, name = torch.ops._c10d_functional, group or dist.group.WORLD.group_name
     if len(parts) == 1:
         return [_waited(ops.all_reduce_, parts[0], "sum", name)]
     made: list[torch.Tensor] = _waited(ops.all_reduce_coalesced_, list(parts), "sum", name)
@@ -323,9 +337,9 @@ def average_now(gradients: Sequence[torch.Tensor]) -> None:
                 g.copy_(mean)
 
 
-def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """In place and over all ranks."""
-    return reduced([tensor])[0]
+def summed(tensor: torch.Tensor, group: str | None = None) -> torch.Tensor:
+    """In place and over all ranks, or those of a group."""
+    return reduced([tensor], group)[0]
 
 
 def broadcast(tensor: torch.Tensor) -> None:
@@ -333,29 +347,34 @@ def broadcast(tensor: torch.Tensor) -> None:
     collective(torch.ops._c10d_functional.broadcast_.default)(tensor, 0, dist.group.WORLD)
 
 
-def gathered(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def gathered(parts: Sequence[torch.Tensor], among: Division) -> list[torch.Tensor]:
     """Of each tensor the parts of all ranks, one after the other along the first dimension; by one message."""
-    ops, world, size = torch.ops._c10d_functional, dist.group.WORLD, dist.get_world_size()
+    ops, name, size = torch.ops._c10d_functional, among.group, among.size
     given = [part.contiguous() for part in parts]
     if len(given) == 1:
-        return [_waited(ops.all_gather_into_tensor, given[0], size, world.group_name)]
-    made: list[torch.Tensor] = _waited(ops.all_gather_into_tensor_coalesced, given, size, world.group_name)
+        return [_waited(ops.all_gather_into_tensor, given[0], size, name)]
+    made: list[torch.Tensor] = _waited(ops.all_gather_into_tensor_coalesced, given, size, name)
     return made
 
 
-def scattered_means(gradients: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
+def scattered_means(
+    gradients: Sequence[torch.Tensor], rows: Sequence[int], among: Division
+) -> list[torch.Tensor]:
     """This rank's ``rows`` of the mean of each gradient over all ranks, filled up with zeros at its end; by one
-    message."""
-    ops, world, size = torch.ops._c10d_functional, dist.group.WORLD, dist.get_world_size()
+    message, and one more where several ranks have the same rows."""
+    made = _scattered(gradients, rows, among)
+    return made if among.copies is None else reduced(made, among.copies)
+
+
+def _scattered(gradients: Sequence[torch.Tensor], rows: Sequence[int], among: Division) -> list[torch.Tensor]:
+    ops, name, size = torch.ops._c10d_functional, among.group, among.size
     given = []
     for gradient, own in zip(gradients, rows, strict=True):
-        mean = gradient.mul(1.0 / size).contiguous()
+        mean = gradient.mul(1.0 / (size * among.replicas)).contiguous()
         if mean.shape[0] != own * size:
             mean = torch.cat([mean, mean.new_zeros((own * size - mean.shape[0], *mean.shape[1:]))])
         given.append(mean)
     if len(given) == 1:
-        return [_waited(ops.reduce_scatter_tensor, given[0], "sum", size, world.group_name)]
-    made: list[torch.Tensor] = _waited(
-        ops.reduce_scatter_tensor_coalesced, given, "sum", size, world.group_name
-    )
+        return [_waited(ops.reduce_scatter_tensor, given[0], "sum", size, name)]
+    made: list[torch.Tensor] = _waited(ops.reduce_scatter_tensor_coalesced, given, "sum", size, name)
     return made
