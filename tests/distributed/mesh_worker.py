@@ -16,10 +16,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch_worker import both, row
-from worker import main, model
+from torch_worker import Tied, both, checkpoints, word_loss
+from torch_worker import words as words_in_and_out
+from worker import adamw, caught, main, model
 from worker import batches as rows_of_numbers
 from worker import loss_of as error_of
+
+import tightship
 
 
 def mesh(*names: str) -> Any:
@@ -29,7 +32,7 @@ def mesh(*names: str) -> Any:
 def hybrid(m: Any) -> Any:
     """HSDP: two replicas, each in two parts."""
     given = mesh("replicate", "shard")
-    for layer in m:
+    for layer in m.layers if isinstance(m, Tied) else m:
         if next(layer.parameters(recurse=False), None) is not None:
             fully_shard(layer, mesh=given)
     return fully_shard(m, mesh=given)
@@ -77,6 +80,31 @@ def tensors_and_shards() -> Any:
 
 def tensors_and_shards_clipped() -> Any:
     return both(Net, loss_of, words(), clip=0.3, wrap=lambda m: in_two_ways(m, sequence=True), before=2)
+
+
+def uneven_and_tied() -> Any:
+    """Rows that parts do not divide, and a matrix that is read twice."""
+    return both(Tied, word_loss, words_in_and_out(3), wrap=hybrid)
+
+
+def hybrid_checkpoints() -> Any:
+    return checkpoints(wrap=hybrid, given=rows_of_numbers(4), loss_of=error_of)
+
+
+def tensor_checkpoints() -> Any:
+    return checkpoints(Net, in_two_ways, words(), loss_of)
+
+
+def refused() -> Any:
+    """Parameters in parts of which ``fully_shard`` knows nothing."""
+    partly = parallelize_module(Net(), mesh("data", "tensor")["tensor"], {"head": ColwiseParallel()})
+    for block in partly.blocks:
+        fully_shard(block, mesh=mesh("data", "tensor")["data"])
+    apart = parallelize_module(Net(), mesh("data", "tensor")["tensor"], {"head": ColwiseParallel()})
+    return {
+        "partly": caught(lambda: tightship.fit(partly, loss_of, adamw(partly), words()[0])),
+        "apart": caught(lambda: tightship.fit(apart, loss_of, adamw(apart), words()[0])),
+    }
 
 
 if __name__ == "__main__":

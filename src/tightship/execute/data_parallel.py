@@ -148,17 +148,15 @@ def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> 
         rule = "a model in fully_shard has its parameters in shards: leave parallel out, or fully_shard on one rank"
         raise BadInput(rule, parallel, "fit(parallel=…)")
     instead = "leave that out, or give fit the plain model and parallel=tightship.DataParallel(shard=True)"
-    if options := compat_distributed.fully_shard_options(model):
-        why = (
-            "fit divides the rows of parameters among all ranks, gathers and averages them in their own type"
-        )
-        raise Unsupported(f"a model in fully_shard with {', '.join(options)}", why, instead)
     if trained := compat_distributed.left_out(model):
         raise Unsupported(
             f"the parameter {trained[0]!r}, which fully_shard has left out ({len(trained)} in all),",
             "its gradients would differ between ranks",
             "call fully_shard on the whole model last, or freeze it (requires_grad_(False))",
         )  # fmt: skip
+    if options := compat_distributed.fully_shard_options(model):
+        why = "fit divides the rows of parameters among ranks of a mesh of all, in their own type"
+        raise Unsupported(f"a model in fully_shard with {', '.join(options)}", why, instead)
     recurrent = next((n for n, m in model.named_modules() if isinstance(m, torch.nn.RNNBase)), None)
     if recurrent is not None:
         raise Unsupported(
@@ -177,7 +175,8 @@ def _from_placed(model: torch.nn.Module, parallel: DataParallel | None) -> DataP
         raise Unsupported(
             f"a model of DTensors with {', '.join(options)}",
             "fit plans for tensor parallelism of all ranks on a mesh of one dimension",
-            "parallelize it so, or give fit the plain model and parallel=tightship.DataParallel(shard=True)",
+            "parallelize it so, call fully_shard over the mesh's other dimension, or give fit the plain model and "
+            "parallel=tightship.DataParallel(shard=True)",
         )  # fmt: skip
     return _TensorParallel()
 

@@ -41,6 +41,7 @@ __all__ = [
     "read",
     "refusal",
     "together",
+    "told_groups",
     "told_of",
     "written",
 ]
@@ -336,10 +337,15 @@ def told_of(captured: Program, plan: Plan | None = None) -> Told:
     groups: dict[tuple[int, ...], int] = {}
     calls = _calls(captured, ops, groups)
     planned = None if plan is None else _calls(captured, steps, groups)
-    return Told(_planned_alike(captured), calls, planned, tuple(_of_ranks(sorted(g)) for g in groups))
+    return Told(_planned_alike(captured), calls, planned, told_groups(groups))
 
 
-def _of_ranks(ranks: Iterable[int]) -> str:
+def told_groups(groups: Iterable[Iterable[int]]) -> tuple[str, ...]:
+    """What a rank says of groups that it sends among."""
+    return tuple(_of_ranks(sorted(ranks)) for ranks in groups)
+
+
+def _of_ranks(ranks: Iterable[object]) -> str:
     return hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:12]
 
 

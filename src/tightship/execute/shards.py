@@ -116,6 +116,7 @@ class Shard(Part):
         placed: Placed | None = None,
     ) -> None:  # fmt: skip
         self.among, self.spec, self.placed = among, spec, placed
+        self.stride: tuple[int, ...]
         self.gathered = torch.Size(shape)
         self.shape, self.stride = (placed.shape, placed.stride) if placed else (self.gathered, stride)
         self.rows = -(-shape[0] // among.size)
@@ -281,10 +282,9 @@ class _Gathered(torch.autograd.Function):
         rows = [filled for _, filled, _, _ in given]
         sent = [g.to(reduced or g.dtype) for g, _, _, reduced in given]
         means = iter(scattered_means(sent, rows, ctx.among))
-        return None, None, *(
-            None if g is None else next(means).to(dtype)
-            for g, (_, dtype, _) in zip(gradients, ctx.how, strict=True)
-        )
+        rows_of = zip(gradients, ctx.how, strict=True)
+        made = [None if g is None else next(means).to(dtype) for g, (_, dtype, _) in rows_of]
+        return None, None, *made
 
 
 class _Averaged(torch.autograd.Function):

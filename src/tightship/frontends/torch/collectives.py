@@ -22,8 +22,8 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_distributed
 
 __all__ = [
-    "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages", "reduced",
-    "running", "scattered_means", "sending", "share", "summed", "unsent",
+    "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages",
+    "reduced", "running", "scattered_means", "sending", "share", "summed", "unsent",
 ]  # fmt: skip
 
 Waiting = Callable[[Any], None]
