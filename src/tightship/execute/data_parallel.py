@@ -21,6 +21,7 @@ from tightship.execute.parts import Loop
 from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
+    Part,
     Placed,
     average_reads,
     read_once,
@@ -245,6 +246,20 @@ class Replicas(NotCopied):
     def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
         self.model, self.parallel = model, parallel
         ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
+        with ranks.sending(writing=True):
+            shards = self._divided(optimizer)
+            ranks.same("what ranks have of a model", lambda: f"{len(shards)} parameters in parts")
+        names = {id(p): n for n, p in model.named_parameters()}
+        self.shards = {names[i]: shard for i, shard in shards.items()}
+        own = [] if isinstance(parallel, _TensorParallel) else model.named_parameters()
+        whole = [(n, p) for n, p in own if p.requires_grad and n not in self.shards]
+        whole.reverse()  # gradients come in about this order
+        rows = messages([((p.dtype, p.device), p.nbytes) for _, p in whole], parallel.bucket)
+        self.averaged = tuple(tuple(whole[k][0] for k in row) for row in rows)
+
+    def _divided(self, optimizer: Any) -> dict[int, Part]:
+        """What of the model is in parts, by the ids of these, from now on."""
+        model, parallel = self.model, self.parallel
         shards, together = shards_of(model), isinstance(parallel, _TensorParallel)
         if together:
             shards = shards or take_over_placed(model, optimizer)
@@ -258,13 +273,7 @@ class Replicas(NotCopied):
         shard_optimizer(optimizer, shards)
         if not together:
             send_together(model, shards, parallel.bucket)
-        names = {id(p): n for n, p in model.named_parameters()}
-        self.shards = {names[i]: shard for i, shard in shards.items()}
-        own = [] if together else model.named_parameters()
-        whole = [(n, p) for n, p in own if p.requires_grad and n not in self.shards]
-        whole.reverse()  # gradients come in about this order
-        rows = messages([((p.dtype, p.device), p.nbytes) for _, p in whole], parallel.bucket)
-        self.averaged = tuple(tuple(whole[k][0] for k in row) for row in rows)
+        return shards
 
     def synchronize(self) -> None:
         """Buffers are those of rank 0."""

@@ -126,6 +126,8 @@ class TrainStep(TrainVariants):
             self._bring_back()
             if full and self.ranks is not None:
                 self.ranks.same("state dicts", lambda: "state_dict(full=True)")
+                with self.ranks.sending(writing=False):
+                    return saved(self.model, self.optimizer, full=full)
             return saved(self.model, self.optimizer, full=full)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

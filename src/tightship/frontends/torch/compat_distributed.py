@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +44,16 @@ def process_group(name: str) -> Any:
 def process_groups_store() -> Any:
     """The key-value store that the default process group was made with, which all ranks reach."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def store_of_launcher() -> bool:
+    """Whether torchrun has the store that ranks meet in, and not one of them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """How long collectives of a group may take."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def is_wait(fn: Any) -> bool:
