@@ -27,6 +27,7 @@ from tightship.graph import Graph
 from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
+from tightship.planners.ahead import begun_ahead
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
@@ -240,7 +241,7 @@ def plan(
         order = order_of(graph, o, before.peak, clock.search.part(_PREPARED), budget)
         problem = problem_of(graph, order, o)
     search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED), far)
-    found, layout = search.fit(progress, clock)
+    found, layout = search.ahead(*search.fit(progress, clock), clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
     made = replace(search.verified(found.steps, found.timeline, layout, name, clock.began), termination=ended)
@@ -278,6 +279,10 @@ def plan_alone(
     made = plan_steps(problem, steps, Options(lossy=lossy, hand_out=whole), info.name)
     meta = made.meta | {info.name: asdict(options)}
     return replace(made, budget=budget, meta=meta, seconds=time.perf_counter() - began)
+
+
+_AHEAD = (1.0, 0.6, 0.3)
+"""Parts of the bytes that are left beyond the peak, for gathers that begin ahead: less where places do not do."""
 
 
 class _Clock:
@@ -384,6 +389,25 @@ class _Search:
             decision = replace(made.found.decision, ended=self.last.decision.ended)
             return replace(made.found, decision=decision), made.layout
         return made.found, made.layout
+
+    def ahead(self, found: run.Evicted, layout: Layout, clock: _Clock) -> tuple[run.Evicted, Layout]:
+        """The same with gathers between ranks begun ahead of where they are read, where bytes are left for that and
+        the places of everything allow it."""
+        line, placement = found.timeline, self.placement
+        budget = self.budget if self.budget is not None else placement.needs(line, layout)
+        for share in _AHEAD:
+            limit = line.peak + int((budget - line.peak) * share)
+            steps = begun_ahead(self.graph, line, limit)
+            if steps is None:
+                break
+            other = replay(self.graph, steps)
+            if not other.time < line.time or other.peak > budget:
+                continue
+            made = placement.layout(steps, max(1.0, min(5.0, clock.deadline.left)))
+            if placement.needs(other, made) <= budget:
+                self.time_bound = 0.0  # it is one of steps that wait for one another
+                return replace(found, steps=steps, timeline=other), made
+        return found, layout
 
     def _other_orders(self, progress: Progress | None, clock: _Clock) -> None:
         """Search in other orders while nothing fits, or only what is far above the least time: the order of the least

@@ -86,20 +86,28 @@ def unsent() -> Iterator[None]:
 
 def running(tensors: Sequence[Any], send: Callable[[Any], Any]) -> None:
     """Sends each of the tensors, changed in place, by ``send(alias)``, which returns a work, and waits for all."""
-    if not _state.sends:
-        return
-    held = [*tensors]
-    works = [work for t in tensors if (work := send(_alias(t))) is not None]
-    try:
-        for work in works:
+    Sent(tensors, send).result()
+
+
+class Sent:
+    """What is being sent: each of the tensors, changed in place, by ``send(alias)``, which returns a work."""
+
+    def __init__(self, tensors: Sequence[Any], send: Callable[[Any], Any]) -> None:
+        self._held = [*tensors]  # is written to until all works have ended, whatever becomes of the step
+        sent = (send(_alias(t)) for t in tensors) if _state.sends else ()
+        _in_flight.add(self)
+        self._works = [work for work in sent if work is not None]
+
+    def result(self) -> None:
+        """Waits for all."""
+        for work in self._works:
             _state.wait(work)
-    except BaseException:
-        _unfinished.append((works, held))  # may still be written to
-        raise
+        _in_flight.discard(self)
+        self._held, self._works = [], []
 
 
-_unfinished: list[Any] = []
-"""Works that were not waited for to their end, with the memory that they write to."""
+_in_flight: set[Sent] = set()
+"""What has not been waited for to its end."""
 
 
 def _alias(tensor: Any) -> Any:
@@ -148,24 +156,43 @@ class Collective:
         with torch.no_grad():
             return getattr(self, "_" + self.name.removesuffix("_"))(*args, **kwargs)
 
+    def begun(self, *args: Any) -> tuple[Any, Sent]:
+        """The result before it is there, and what waits until it is. Raises ``Unsupported`` for other ops than the
+        gather of one tensor."""
+        if self.name != "all_gather_into_tensor":
+            raise Unsupported(
+                f"{self} beside other ops", "only gathers of one tensor are begun ahead", "wait for it"
+            )
+        with torch.no_grad():
+            x, size, group = args
+            out = self._gathered_into(x, size)
+            return out, self._sent_parts(self._own_part_in(out, x, size, group), group)
+
     # --- each of them ---
 
     def _all_gather_into_tensor(self, x: Any, size: int, group: Any) -> Any:
-        out = x.new_empty((x.shape[0] * size if x.dim() else size, *x.shape[1:]))
-        return self._all_gather_into_tensor_out(x, size, group, out=out)
+        return self._all_gather_into_tensor_out(x, size, group, out=self._gathered_into(x, size))
+
+    @staticmethod
+    def _gathered_into(x: Any, size: int) -> Any:
+        return x.new_empty((x.shape[0] * size if x.dim() else size, *x.shape[1:]))
 
     def _all_gather_into_tensor_out(self, x: Any, size: int, group: Any, *, out: Any) -> Any:
-        group = resolved(group)
-        parts, own = out.chunk(size), dist.get_rank(group)
-        parts[own].copy_(x.view(parts[own].shape) if x.is_contiguous() else x.reshape(parts[own].shape))
-        self._filled(parts, group)
+        self._sent_parts(self._own_part_in(out, x, size, group), group).result()
         return out
 
-    def _filled(self, parts: Sequence[Any], group: Any) -> None:
+    @staticmethod
+    def _own_part_in(out: Any, x: Any, size: int, group: Any) -> Sequence[Any]:
+        parts, own = out.chunk(size), dist.get_rank(resolved(group))
+        parts[own].copy_(x.view(parts[own].shape) if x.is_contiguous() else x.reshape(parts[own].shape))
+        return parts  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _sent_parts(parts: Sequence[Any], group: Any) -> Sent:
         """Each rank's part, in place, as that rank has it."""
         group = resolved(group)
         ranks = iter(dist.get_process_group_ranks(group))
-        running(parts, lambda t: dist.broadcast(t, next(ranks), group=group, async_op=True))
+        return Sent(parts, lambda t: dist.broadcast(t, next(ranks), group=group, async_op=True))
 
     def _all_gather_into_tensor_coalesced(self, xs: Sequence[Any], size: int, group: Any) -> list[Any]:
         outs = [x.new_empty((x.shape[0] * size if x.dim() else size, *x.shape[1:])) for x in xs]
@@ -173,7 +200,7 @@ class Collective:
         row = xs[0].new_empty(size * sum(counts))
         parts = row.chunk(size)
         torch.cat([x.reshape(-1) for x in xs], out=parts[dist.get_rank(resolved(group))])
-        self._filled(parts, group)
+        self._sent_parts(parts, group).result()
         for out, part in zip(outs, row.view(size, -1).split(counts, 1), strict=True):
             out.view(size, -1).copy_(part)
         return outs
