@@ -1,17 +1,18 @@
 """Gathers between ranks that begin ahead of where they are read, on a stream of their own.
 
-A plan whose steps all wait for one another is given: each gather is taken out of its place and begun so early that it
-has ended when its result is first read, as far as bytes allow; the last ones first, as what follows a gather on its
-stream says when it has to have ended. How far ahead follows from seconds, as XLA's latency hiding scheduler has it,
-and from the bytes that are left at each step. Everything else stays in its order.
+A plan whose steps all wait for one another is given: each gather is taken out of its place, put where its result is
+first read, and from there begun so early that it has ended by then, as far as bytes allow; the last ones first, as
+what follows a gather on its stream says when it has to have ended. How far ahead follows from seconds, as XLA's
+latency hiding scheduler has it, and from the bytes that are left at each step. All else stays in its order.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from tightship.graph import Graph
 from tightship.plan import Step
 from tightship.simulate import Timeline
 
-__all__ = ["STREAM", "begun_ahead"]
+__all__ = ["STREAM", "begun_ahead", "largest_gather"]
 
 STREAM = 2
 """Of gathers; 1 has copies to and from the host."""
@@ -31,36 +32,48 @@ def _beside(target: str) -> bool:
     return target.endswith(_SENT)
 
 
+def largest_gather(graph: Graph) -> int:
+    """Bytes of the largest result of an op that may begin ahead; 0 where there is none."""
+    made = (graph.uses.defines[k] for k, op in enumerate(graph.ops) if _beside(op.target))
+    return max((graph.storages[s].size for row in made for s in row), default=0)
+
+
 def begun_ahead(graph: Graph, line: Timeline, limit: int) -> tuple[Step, ...] | None:
     """The steps of ``line`` with gathers begun ahead within ``limit`` bytes; None where there is none to begin."""
     steps = line.steps
     rows = [i for i, step in enumerate(steps) if _may_move(graph, step)]
-    if not rows:
+    touches = _Touches(graph, steps, rows) if rows else None
+    gathers = [row for i in rows if touches is not None and (row := touches.gather(i)) is not None]
+    if not gathers:
         return None
-    gathers = set(rows)
-    seconds = [line.ends[i] - line.begins[i] if not s.stream else 0.0 for i, s in enumerate(steps)]
-    clock = [0.0, *accumulate(0.0 if i in gathers else t for i, t in enumerate(seconds))]
+    own = {row.step for row in gathers}
+    seconds = [0.0 if s.stream or i in own else line.ends[i] - line.begins[i] for i, s in enumerate(steps)]
+    clock = [0.0, *accumulate(seconds)]
     level = np.array(line.during, dtype=np.int64)
-    moves: dict[int, int] = {}
-    readers: dict[int, list[int]] = {}
+    for row in gathers:  # each is made where it is needed, and no sooner
+        level[row.step : row.latest] -= row.size
+    places: dict[int, tuple[_Gather, int]] = {}
     following = clock[-1]
-    for i in reversed(rows):
-        (made,) = steps[i].storages or graph.uses.defines[steps[i].op]
-        found = _readers(graph, steps, i, made)
-        if not found:
-            continue
-        due = min(clock[found[0]], following)
-        begin = due - seconds[i]
-        at = max(_earliest(graph, steps, i, made), min(i, bisect_right(clock, begin) - 1), 0)
-        size = graph.storages[made].size
-        full = np.flatnonzero(level[at:i] + size > limit)
+    for row in sorted(gathers, key=lambda row: row.latest, reverse=True):
+        due = min(clock[row.latest], following)
+        begin = due - (line.ends[row.step] - line.begins[row.step])
+        at = max(row.earliest, min(row.latest, bisect_right(clock, begin) - 1), 0)
+        full = np.flatnonzero(level[at : row.latest] + row.size > limit)
         at += int(full[-1]) + 1 if len(full) else 0
-        if at == i and found[0] == i + 1:
-            continue
-        level[at:i] += size
-        following = min(begin, following)
-        moves[i], readers[i] = at, found
-    return _moved(steps, moves, readers) if moves else None
+        level[at : row.latest] += row.size
+        following = min(begin, following) if at < row.latest else following
+        places[row.step] = row, at
+    return _moved(steps, places)
+
+
+class _Gather(NamedTuple):
+    """``step`` can be between ``earliest`` and ``latest``, and is waited for by the steps ``readers``."""
+
+    step: int
+    earliest: int
+    latest: int
+    readers: tuple[int, ...]
+    size: int
 
 
 def _may_move(graph: Graph, step: Step) -> bool:
@@ -79,40 +92,61 @@ def _touched(graph: Graph, step: Step) -> tuple[set[int], set[int]]:
     return {*uses.reads[step.op], *uses.mutates[step.op]}, {*uses.defines[step.op], *uses.mutates[step.op]}
 
 
-def _readers(graph: Graph, steps: Sequence[Step], i: int, made: int) -> list[int]:
-    """The first step on each stream that uses what step ``i`` has made, up to the first on stream 0."""
-    found: dict[int, int] = {}
-    for j in range(i + 1, len(steps)):
-        reads, writes = _touched(graph, steps[j])
-        if made in reads or made in writes:
-            found.setdefault(steps[j].stream, j)
-            if not steps[j].stream:
+class _Touches:
+    """At which steps storages that gathers read or make are used at all, and written, made or ended."""
+
+    def __init__(self, graph: Graph, steps: Sequence[Step], rows: Sequence[int]) -> None:
+        self.graph, self.steps = graph, steps
+        self.uses: dict[int, list[int]] = {s: [] for i in rows for s in self._of(i)}
+        self.changes: dict[int, list[int]] = {s: [] for s in self.uses}
+        self.first: dict[int, int] = {}  # by op
+        self.after: dict[int, list[int]] = {}  # steps of ops that have to follow an op
+        for i, step in enumerate(steps):
+            reads, changes = _touched(graph, step)
+            for s in {*reads, *changes} & self.uses.keys():
+                self.uses[s].append(i)
+            for s in changes & self.uses.keys():
+                self.changes[s].append(i)
+            if step.kind == "compute":
+                self.first[step.op] = i
+                for k in graph.ops[step.op].control:
+                    self.after.setdefault(k, []).append(i)
+
+    def _of(self, i: int) -> tuple[int, ...]:
+        step, uses = self.steps[i], self.graph.uses
+        return (*uses.reads[step.op], *uses.defines[step.op])
+
+    def gather(self, i: int) -> _Gather | None:
+        """None where nothing on stream 0 uses what step ``i`` makes."""
+        step, uses = self.steps[i], self.graph.uses
+        (made,) = step.storages or uses.defines[step.op]
+        readers: dict[int, int] = {}
+        for j in self.uses[made][bisect_right(self.uses[made], i) :]:
+            readers.setdefault(self.steps[j].stream, j)
+            if not self.steps[j].stream:
                 break
-    return sorted(found.values()) if 0 in found else []
+        if 0 not in readers:
+            return None
+        inputs = [self.changes[s] for s in uses.reads[step.op]]
+        before = [row[: bisect_left(row, i)] for row in (*inputs, self.uses[made])]
+        then = [row[bisect_right(row, i) :] for row in (*inputs, self.after.get(step.op, []))]
+        control = [self.first[k] for k in self.graph.ops[step.op].control]
+        earliest = max([row[-1] for row in before if row] + control, default=-1) + 1
+        latest = min([row[0] for row in then if row] + [*readers.values()])
+        return _Gather(i, earliest, latest, tuple(sorted(readers.values())), self.graph.storages[made].size)
 
 
-def _earliest(graph: Graph, steps: Sequence[Step], i: int, made: int) -> int:
-    """Before which step ``i`` may not begin: the last that writes what it reads, or has to do with what it makes."""
-    op, inputs = graph.ops[steps[i].op], {*graph.uses.reads[steps[i].op]}
-    for j in range(i - 1, -1, -1):
-        reads, writes = _touched(graph, steps[j])
-        if inputs & writes or made in reads or made in writes:
-            return j + 1
-        if steps[j].kind == "compute" and steps[j].op in op.control:
-            return j + 1
-    return 0
-
-
-def _moved(steps: Sequence[Step], moves: dict[int, int], readers: dict[int, list[int]]) -> tuple[Step, ...]:
+def _moved(steps: Sequence[Step], places: dict[int, tuple[_Gather, int]]) -> tuple[Step, ...]:
     """The steps in their new order, with the waits that follow from it."""
     early: dict[int, list[int]] = {}
-    for i in sorted(moves):
-        early.setdefault(moves[i], []).append(i)
-    order = [i for at in range(len(steps)) for i in (*early.get(at, ()), *(() if at in moves else (at,)))]
+    for i, (_, at) in sorted(places.items(), key=lambda item: item[1][0].latest):
+        early.setdefault(at, []).append(i)
+    order = [i for at in range(len(steps)) for i in (*early.get(at, ()), *(() if at in places else (at,)))]
     place = {i: k for k, i in enumerate(order)}
+    moves = {i for i, (row, at) in places.items() if at < row.latest}
     more: dict[int, list[int]] = {}
-    for i, found in readers.items():
-        for j in found:
+    for i in moves:
+        for j in places[i][0].readers:
             more.setdefault(j, []).append(place[i])
     made: list[Step] = []
     last = -1  # of stream 0

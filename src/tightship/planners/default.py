@@ -27,7 +27,7 @@ from tightship.graph import Graph
 from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
-from tightship.planners.ahead import begun_ahead
+from tightship.planners.ahead import begun_ahead, largest_gather
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
@@ -241,7 +241,7 @@ def plan(
         order = order_of(graph, o, before.peak, clock.search.part(_PREPARED), budget)
         problem = problem_of(graph, order, o)
     search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED), far)
-    found, layout = search.ahead(*search.fit(progress, clock), clock)
+    found, layout = search.ahead(*search.fit(progress, clock), progress, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
     made = replace(search.verified(found.steps, found.timeline, layout, name, clock.began), termination=ended)
@@ -283,6 +283,10 @@ def plan_alone(
 
 _AHEAD = (1.0, 0.6, 0.3)
 """Parts of the bytes that are left beyond the peak, for gathers that begin ahead: less where places do not do."""
+_GATHERS = (1, 2, 4)
+"""How many of the largest gathers a search leaves bytes for."""
+_SHORTLY, _WHILE = 1.0, 5.0
+"""Seconds at least and at most for the places of everything with gathers begun ahead."""
 
 
 class _Clock:
@@ -390,9 +394,29 @@ class _Search:
             return replace(made.found, decision=decision), made.layout
         return made.found, made.layout
 
-    def ahead(self, found: run.Evicted, layout: Layout, clock: _Clock) -> tuple[run.Evicted, Layout]:
-        """The same with gathers between ranks begun ahead of where they are read, where bytes are left for that and
-        the places of everything allow it."""
+    def ahead(
+        self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: _Clock
+    ) -> tuple[run.Evicted, Layout]:
+        """The same with gathers between ranks begun ahead of where they are read, or another search's that leaves
+        bytes for that: whichever is faster."""
+        if not (size := largest_gather(self.graph)):
+            return found, layout
+        best = self._begun_ahead(found, layout, clock)
+        for count in _GATHERS if self.budget is not None and not self.interrupted else ():
+            lower = self.budget - count * size if self.budget is not None else 0
+            if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
+                break
+            other = replace(self, budget=lower, best=None, last=None)
+            with suppress(Infeasible, KeyboardInterrupt):
+                again = self._begun_ahead(*other.fit(progress, clock), clock)
+                best = min(best, again, key=lambda row: row[0].timeline.time)
+            self.interrupted |= other.interrupted
+        if best[0].timeline.time < found.timeline.time:
+            self.time_bound = 0.0  # it is one of steps that wait for one another
+            return best
+        return found, layout
+
+    def _begun_ahead(self, found: run.Evicted, layout: Layout, clock: _Clock) -> tuple[run.Evicted, Layout]:
         line, placement = found.timeline, self.placement
         budget = self.budget if self.budget is not None else placement.needs(line, layout)
         for share in _AHEAD:
@@ -403,9 +427,8 @@ class _Search:
             other = replay(self.graph, steps)
             if not other.time < line.time or other.peak > budget:
                 continue
-            made = placement.layout(steps, max(1.0, min(5.0, clock.deadline.left)))
+            made = placement.layout(steps, max(_SHORTLY, min(_WHILE, clock.deadline.left)))
             if placement.needs(other, made) <= budget:
-                self.time_bound = 0.0  # it is one of steps that wait for one another
                 return replace(found, steps=steps, timeline=other), made
         return found, layout
 

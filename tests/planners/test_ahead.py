@@ -1,0 +1,111 @@
+"""Gathers that begin ahead: faster by what was computed meanwhile, within the budget, and waited for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from tightship.graph import Graph, Op, Storage, Value
+from tightship.plan import Plan, Step
+from tightship.planners.ahead import STREAM
+from tightship.planners.default import Options, plan
+from tightship.simulate import replay
+from tightship.verify import verify
+
+LAYERS, WHOLE, PART = 6, 4096, 1024
+SENDS, COMPUTES = 2.0, 3.0
+GATHER = "_c10d_functional.all_gather_into_tensor.default"
+QUICK = Options(work=50_000, seconds=20.0, hand_out=False)
+
+
+def layers(target: str = GATHER, writes: int = -1) -> Graph:
+    """Each layer multiplies by a parameter of which ranks have parts; the part of layer ``writes`` is written to
+    before that layer, when all before it has run."""
+    storages, ops = [Storage("x", WHOLE, kind="input")], []
+    for k in range(LAYERS):
+        storages += [
+            Storage(f"part{k}", PART, kind="parameter"),
+            Storage(f"whole{k}", WHOLE),
+            Storage(f"y{k}", WHOLE),
+        ]
+        part, whole, out = 3 * k + 1, 3 * k + 2, 3 * k + 3
+        if k == writes:
+            ops.append(Op("write", "add_", (part, 3 * k), (), mutates=(part,), time=1.0))
+        ops.append(Op(f"gather{k}", target, (part,), (whole,), time=SENDS))
+        ops.append(Op(f"mm{k}", "mm", (3 * k, whole), (out,), time=COMPUTES))
+    values = tuple(Value(s.name, i) for i, s in enumerate(storages))
+    inputs = tuple(i for i, s in enumerate(storages) if s.kind != "activation")
+    return Graph(tuple(ops), values, tuple(storages), inputs, (len(storages) - 1,), "layers")
+
+
+def planned(graph: Graph, extra: int) -> Plan:
+    """With so many bytes beyond the least that a step at a time needs."""
+    made = plan(graph, graph.static_bytes + 3 * WHOLE + extra, QUICK)
+    assert verify(graph, made) == []
+    assert made.met
+    return made
+
+
+def test_gathers_begin_while_the_layer_before_computes_where_bytes_allow_it() -> None:
+    graph = layers()
+    serial = LAYERS * (SENDS + COMPUTES)
+    assert planned(graph, 0).time == pytest.approx(serial - SENDS)  # the input leaves room for a second one
+    made = planned(graph, WHOLE)
+    ahead = [s for s in made.steps if s.stream == STREAM]
+    assert ahead
+    assert all(graph.ops[s.op].target == GATHER for s in ahead)
+    assert made.time == pytest.approx(SENDS + LAYERS * COMPUTES)  # all but the first are hidden
+    assert made.time == pytest.approx(replay(graph, made.steps).time)
+
+
+def test_only_gathers_of_one_tensor_begin_ahead() -> None:
+    for target in (
+        "_c10d_functional.reduce_scatter_tensor.default",
+        "_c10d_functional.all_gather_into_tensor_coalesced.default",
+        "mul",
+    ):
+        assert all(not s.stream for s in planned(layers(target), 4 * WHOLE).steps)
+
+
+def test_a_gather_does_not_begin_before_its_part_is_written() -> None:
+    graph = layers(writes=3)
+    steps = planned(graph, 4 * WHOLE).steps
+    at = {graph.ops[s.op].name: i for i, s in enumerate(steps) if s.op >= 0 and s.kind == "compute"}
+    assert at["write"] < at["gather3"]
+    assert at["gather2"] < at["mm1"]
+
+
+def changed(made: Plan, steps: list[Step]) -> Plan:
+    return replace(made, steps=tuple(steps))
+
+
+def test_the_verifier_wants_waits_and_sees_what_is_written_in_flight() -> None:
+    graph = layers(writes=3)
+    made = planned(graph, 4 * WHOLE)
+    for i, step in enumerate(made.steps):
+        if step.waits and not step.stream:
+            steps = [*made.steps]
+            steps[i] = replace(step, waits=())
+            assert "lane" in {v.code for v in verify(graph, changed(made, steps))}
+    written = next(i for i, s in enumerate(made.steps) if s.op >= 0 and graph.ops[s.op].name == "write")
+    gather = next(i for i, s in enumerate(made.steps) if s.op >= 0 and graph.ops[s.op].name == "gather3")
+    steps = [*made.steps]
+    steps[written], steps[gather] = replace(steps[gather], waits=()), steps[written]
+    assert {"hazard", "lane", "stale"} & {v.code for v in verify(graph, changed(made, steps))}
+
+
+def test_the_verifier_lets_nothing_else_run_on_other_streams() -> None:
+    graph = layers()
+    made = planned(graph, WHOLE)
+    i, j = next(
+        (a, b)
+        for a, b in pairwise(range(len(made.steps)))
+        if made.steps[a].kind == "compute" and graph.ops[made.steps[a].op].target == "mm"
+    )
+    steps = [*made.steps]
+    steps[i] = replace(steps[i], stream=STREAM)
+    steps[j] = replace(steps[j], waits=tuple(sorted({*steps[j].waits, i})))
+    found = [v for v in verify(graph, changed(made, steps)) if v.code == "lane"]
+    assert any("only gathers may" in v.message for v in found)
