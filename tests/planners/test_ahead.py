@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from tightship import simulate
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
 from tightship.planners.ahead import STREAM
@@ -58,6 +59,16 @@ def test_gathers_begin_while_the_layer_before_computes_where_bytes_allow_it() ->
     assert all(graph.ops[s.op].target == GATHER for s in ahead)
     assert made.time == pytest.approx(SENDS + LAYERS * COMPUTES)  # all but the first are hidden
     assert made.time == pytest.approx(replay(graph, made.steps).time)
+
+
+def test_the_core_replays_gathers_on_their_stream_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = layers()
+    made = planned(graph, WHOLE)
+    slow = replay(graph, made.steps)
+    monkeypatch.setattr(simulate, "MANY", 1)
+    fast = replay(graph, made.steps)
+    assert (slow.time, slow.peak) == (fast.time, fast.peak)
+    assert [*slow.begins] == [*fast.begins]
 
 
 def test_only_gathers_of_one_tensor_begin_ahead() -> None:
