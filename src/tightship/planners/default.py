@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -305,6 +306,12 @@ class _Clock:
         took = time.perf_counter() - began
         self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(_PREPARED).at))
 
+    def shorter(self, seconds: float) -> _Clock:
+        """For another search, of so many seconds at most."""
+        other = copy(self)
+        other.search = Deadline(min(self.search.at, time.perf_counter() + seconds))
+        return other
+
 
 @dataclass
 class _Search:
@@ -397,18 +404,18 @@ class _Search:
     def ahead(
         self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: _Clock
     ) -> tuple[run.Evicted, Layout]:
-        """The same with gathers between ranks begun ahead of where they are read, or another search's that leaves
-        bytes for that: whichever is faster."""
+        """The same with gathers between ranks begun ahead of where they are read, or that of another search, which
+        leaves bytes for that and takes no longer: whichever is faster."""
         if not (size := largest_gather(self.graph)):
             return found, layout
-        best = self._begun_ahead(found, layout, clock)
+        best, took = self._begun_ahead(found, layout, clock), time.perf_counter() - clock.began
         for count in _GATHERS if self.budget is not None and not self.interrupted else ():
             lower = self.budget - count * size if self.budget is not None else 0
             if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
                 break
             other = replace(self, budget=lower, best=None, last=None)
             with suppress(Infeasible, KeyboardInterrupt):
-                again = self._begun_ahead(*other.fit(progress, clock), clock)
+                again = self._begun_ahead(*other.fit(progress, clock.shorter(took)), clock)
                 best = min(best, again, key=lambda row: row[0].timeline.time)
             self.interrupted |= other.interrupted
         if best[0].timeline.time < found.timeline.time:
