@@ -96,6 +96,7 @@ def check_together(
     if ranks is None:
         return check()
     chosen = {"budget": str(settings.budget)} | {n: str(getattr(loop, n)) for n in _SAME}
+    chosen["optimizer"] = _optimizers(optimizer)
     for one in fields(options) if is_dataclass(options := getattr(settings.planner, "options", None)) else ():
         chosen[one.name] = str(getattr(options, one.name))
     found, told = ranks.agreed("fit", check, lambda row: {"parallel": str(row[1]), **chosen})
@@ -104,6 +105,21 @@ def check_together(
         texts = [", ".join(f"{n}={row.get(n)}" for n in names) for row in told]
         raise ranks.differ("fit with other options (give every rank the same)", texts)
     return found
+
+
+def _optimizers(optimizer: Any) -> str:
+    """What an optimizer does with its parameters, in words: other updates would make other models."""
+    texts = []
+    for one in each(optimizer) if optimizer is not None else ():
+        for group in one.param_groups:
+            rows = sorted((k, _number(x)) for k, x in group.items() if k not in ("params", "param_names"))
+            options = ", ".join(f"{k}={x!r}" for k, x in rows)
+            texts.append(f"{type(one).__name__}({len(group['params'])} parameters, {options})")
+    return " and ".join(texts)
+
+
+def _number(x: Any) -> Any:
+    return x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x
 
 
 _SAME = ("accumulate", "clip_norm", "clip_value", "skip_nonfinite")
