@@ -10,9 +10,10 @@ import pytest
 from tightship import simulate
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
-from tightship.planners.ahead import STREAM
+from tightship.planners.ahead import STREAM, begun_ahead
 from tightship.planners.default import Options, plan
-from tightship.simulate import replay
+from tightship.planners.run import decision_plan
+from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
 LAYERS, WHOLE, PART = 6, 4096, 1024
@@ -59,6 +60,39 @@ def test_gathers_begin_while_the_layer_before_computes_where_bytes_allow_it() ->
     assert all(graph.ops[s.op].target == GATHER for s in ahead)
     assert made.time == pytest.approx(SENDS + LAYERS * COMPUTES)  # all but the first are hidden
     assert made.time == pytest.approx(replay(graph, made.steps).time)
+
+
+def made_parts() -> Graph:
+    """What is gathered is made from the layer before, as sequence parallelism has it, and ends behind the gather."""
+    storages, ops = [Storage("y", WHOLE, kind="input"), Storage("z", WHOLE, kind="input")], []
+    for k in range(LAYERS):
+        storages += [
+            Storage(f"{n}{k}", size)
+            for n, size in (("part", PART), ("whole", WHOLE), ("y", WHOLE), ("z", WHOLE))
+        ]
+        part, whole, y, z = range(4 * k + 2, 4 * k + 6)
+        ops += [
+            Op(f"part{k}", "slice", (part - 2,), (part,), time=1.0),
+            Op(f"gather{k}", GATHER, (part,), (whole,), time=SENDS),
+            Op(f"beside{k}", "mul", (z - 4,), (z,), time=COMPUTES),
+            Op(f"mm{k}", "mm", (part - 2, whole), (y,), time=COMPUTES),
+        ]
+    values = tuple(Value(s.name, i) for i, s in enumerate(storages))
+    last = len(storages) - 1
+    return Graph(tuple(ops), values, tuple(storages), (0, 1), (last - 1, last), "made parts")
+
+
+@pytest.mark.parametrize("extra", [1, 2, 20])
+def test_what_a_gather_reads_ends_when_the_gather_has_ended(extra: int) -> None:
+    graph = made_parts()
+    order = [4 * k + n for k in range(LAYERS) for n in (0, 2, 1, 3)]
+    line = replay(graph, baseline(graph, order))
+    steps = begun_ahead(graph, line, line.peak + extra * WHOLE)
+    assert steps is not None
+    assert sum(s.stream == STREAM for s in steps) == LAYERS
+    found = replay(graph, steps)
+    assert found.time < line.time
+    assert verify(graph, decision_plan(graph, steps, found)) == []
 
 
 def test_the_core_replays_gathers_on_their_stream_alike(monkeypatch: pytest.MonkeyPatch) -> None:

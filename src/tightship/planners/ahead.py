@@ -67,12 +67,13 @@ def begun_ahead(graph: Graph, line: Timeline, limit: int) -> tuple[Step, ...] | 
 
 
 class _Gather(NamedTuple):
-    """``step`` can be between ``earliest`` and ``latest``, and is waited for by the steps ``readers``."""
+    """``step`` can be between ``earliest`` and ``latest``, and is waited for by the steps ``waiters``: the first ones
+    that read what it makes, and that end or write what it reads."""
 
     step: int
     earliest: int
     latest: int
-    readers: tuple[int, ...]
+    waiters: tuple[int, ...]
     size: int
 
 
@@ -89,7 +90,8 @@ def _touched(graph: Graph, step: Step) -> tuple[set[int], set[int]]:
         own = set(step.storages)
         return (own, own if step.kind in ("free", "fetch", "decompress") else set())
     uses = graph.uses
-    return {*uses.reads[step.op], *uses.mutates[step.op]}, {*uses.defines[step.op], *uses.mutates[step.op]}
+    written = {*uses.mutates[step.op]}
+    return {*uses.reads[step.op], *written}, {*uses.defines[step.op], *written, *(a for a, _ in step.reuses)}
 
 
 class _Touches:
@@ -133,7 +135,9 @@ class _Touches:
         control = [self.first[k] for k in self.graph.ops[step.op].control]
         earliest = max([row[-1] for row in before if row] + control, default=-1) + 1
         latest = min([row[0] for row in then if row] + [*readers.values()])
-        return _Gather(i, earliest, latest, tuple(sorted(readers.values())), self.graph.storages[made].size)
+        ends = [row[0] for row in then[: len(inputs)] if row]  # of what the gather reads
+        waiters = tuple(sorted({*readers.values(), *ends}))
+        return _Gather(i, earliest, latest, waiters, self.graph.storages[made].size)
 
 
 def _moved(steps: Sequence[Step], places: dict[int, tuple[_Gather, int]]) -> tuple[Step, ...]:
@@ -146,7 +150,7 @@ def _moved(steps: Sequence[Step], places: dict[int, tuple[_Gather, int]]) -> tup
     moves = {i for i, (row, at) in places.items() if at < row.latest}
     more: dict[int, list[int]] = {}
     for i in moves:
-        for j in places[i][0].readers:
+        for j in places[i][0].waiters:
             more.setdefault(j, []).append(place[i])
     made: list[Step] = []
     last = -1  # of stream 0
