@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from support.strategies import random_graph
 from tightship import simulate
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
 from tightship.planners.ahead import STREAM, begun_ahead
 from tightship.planners.default import Options, plan
+from tightship.planners.layout import lay_out
 from tightship.planners.run import decision_plan
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -93,6 +96,39 @@ def test_what_a_gather_reads_ends_when_the_gather_has_ended(extra: int) -> None:
     found = replay(graph, steps)
     assert found.time < line.time
     assert verify(graph, decision_plan(graph, steps, found)) == []
+
+
+def sending(seed: int) -> Graph:
+    """A random graph, half of whose ops gather, as far as gathers are like them."""
+    rng = random.Random(seed)
+    graph = random_graph(
+        seed, rng.randint(4, 40), updates=rng.choice((0.0, 0.2)), static_writes=rng.choice((0.0, 1.0))
+    )
+    gathers = [rng.random() < 0.5 and not (op.mutates or op.random or op.effect) for op in graph.ops]
+    ops = (
+        replace(op, target=GATHER, workspace=0) if g else op for g, op in zip(gathers, graph.ops, strict=True)
+    )
+    return replace(graph, ops=tuple(ops))
+
+
+def test_random_graphs_are_right_whatever_begins_ahead() -> None:
+    ahead = 0
+    for seed in range(60):
+        graph = sending(seed)
+        line = replay(graph, baseline(graph))
+        for share in (0.05, 5.0):
+            limit = int(line.peak * (1 + share))
+            steps = begun_ahead(graph, line, limit)
+            if steps is None:
+                continue
+            found, layout = replay(graph, steps), lay_out(graph, steps, hand_out=False, seconds=1.0, work=500)
+            made = decision_plan(graph, steps, found)
+            places = {"residences": layout.residences, "arena": layout.arena, "handed": layout.handed}
+            made = replace(made, **places)
+            assert verify(graph, made) == [], seed
+            assert found.peak <= limit
+            ahead += sum(s.stream > 0 for s in steps)
+    assert ahead > 100
 
 
 def test_the_core_replays_gathers_on_their_stream_alike(monkeypatch: pytest.MonkeyPatch) -> None:

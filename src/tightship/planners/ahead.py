@@ -18,7 +18,7 @@ import numpy as np
 
 from tightship.graph import Graph
 from tightship.plan import Step
-from tightship.simulate import Timeline
+from tightship.simulate import Timeline, extra_bytes
 
 __all__ = ["STREAM", "begun_ahead", "largest_gather"]
 
@@ -41,7 +41,9 @@ def largest_gather(graph: Graph) -> int:
 def begun_ahead(graph: Graph, line: Timeline, limit: int) -> tuple[Step, ...] | None:
     """The steps of ``line`` with gathers begun ahead within ``limit`` bytes; None where there is none to begin."""
     steps = line.steps
-    rows = [i for i, step in enumerate(steps) if _may_move(graph, step)]
+    if any(step.stream for step in steps):  # copies to the host end when they like, and bytes with them
+        return None
+    rows = _movable(graph, steps)
     touches = _Touches(graph, steps, rows) if rows else None
     gathers = [row for i in rows if touches is not None and (row := touches.gather(i)) is not None]
     if not gathers:
@@ -77,11 +79,26 @@ class _Gather(NamedTuple):
     size: int
 
 
-def _may_move(graph: Graph, step: Step) -> bool:
-    if step.kind not in ("compute", "recompute") or step.stream or step.saves or step.reuses:
-        return False
-    made = step.storages or graph.uses.defines[step.op]
-    return _beside(graph.ops[step.op].target) and len(made) == 1 and made[0] not in graph.static
+def _movable(graph: Graph, steps: Sequence[Step]) -> list[int]:
+    """Steps that gather one tensor and ask for no other bytes, but of what others of them make."""
+    following = {k for op in graph.ops for k in op.control}
+    alone = {
+        k
+        for k, op in enumerate(graph.ops)
+        if _beside(op.target) and len(op.outputs) == len(graph.uses.defines[k]) == 1
+        if not (op.control or op.mutates or op.random or op.overwrites or extra_bytes(op) or k in following)
+        if all(request.storage >= 0 for request in op.requests)
+    }
+    made = {s for k in alone for s in graph.uses.defines[k]}
+    alone = {
+        k for k in alone if not made & {*graph.uses.reads[k]} and not {*graph.uses.defines[k]} & graph.static
+    }
+    found = []
+    for i, step in enumerate(steps):
+        runs = step.kind == "compute" or (step.kind == "recompute" and step.storages)
+        if runs and step.op in alone and not (step.stream or step.saves or step.reuses):
+            found.append(i)
+    return found
 
 
 def _touched(graph: Graph, step: Step) -> tuple[set[int], set[int]]:
@@ -102,7 +119,10 @@ class _Touches:
         self.uses: dict[int, list[int]] = {s: [] for i in rows for s in self._of(i)}
         self.changes: dict[int, list[int]] = {s: [] for s in self.uses}
         self.first: dict[int, int] = {}  # by op
-        self.after: dict[int, list[int]] = {}  # steps of ops that have to follow an op
+        self.makers: dict[int, list[int]] = {}  # of values, views among them
+        for k, op in enumerate(graph.ops):
+            for v in op.outputs:
+                self.makers.setdefault(v, []).append(k)
         for i, step in enumerate(steps):
             reads, changes = _touched(graph, step)
             for s in {*reads, *changes} & self.uses.keys():
@@ -111,8 +131,6 @@ class _Touches:
                 self.changes[s].append(i)
             if step.kind == "compute":
                 self.first[step.op] = i
-                for k in graph.ops[step.op].control:
-                    self.after.setdefault(k, []).append(i)
 
     def _of(self, i: int) -> tuple[int, ...]:
         step, uses = self.steps[i], self.graph.uses
@@ -131,12 +149,11 @@ class _Touches:
             return None
         inputs = [self.changes[s] for s in uses.reads[step.op]]
         before = [row[: bisect_left(row, i)] for row in (*inputs, self.uses[made])]
-        then = [row[bisect_right(row, i) :] for row in (*inputs, self.after.get(step.op, []))]
-        control = [self.first[k] for k in self.graph.ops[step.op].control]
-        earliest = max([row[-1] for row in before if row] + control, default=-1) + 1
+        then = [row[bisect_right(row, i) :] for row in inputs]
+        makers = [self.first[k] for v in self.graph.ops[step.op].inputs for k in self.makers.get(v, ())]
+        earliest = max([row[-1] for row in before if row] + makers, default=-1) + 1
         latest = min([row[0] for row in then if row] + [*readers.values()])
-        ends = [row[0] for row in then[: len(inputs)] if row]  # of what the gather reads
-        waiters = tuple(sorted({*readers.values(), *ends}))
+        waiters = tuple(sorted({*readers.values(), *(row[0] for row in then if row)}))
         return _Gather(i, earliest, latest, waiters, self.graph.storages[made].size)
 
 
