@@ -313,15 +313,17 @@ class CheckFailed(TightshipError, ValueError, AssertionError):
 class PeerFailed(TightshipError):
     """A rank has failed, or ranks do not agree, so that none of them goes on; every rank raises the same.
 
-    ``failures`` are what went wrong by rank, in words; empty where a rank has ended without a word. ``place`` is what
-    the ranks were doing.
+    ``failures`` are what went wrong by rank, in words; empty where nobody knows which rank has ended. ``place`` is
+    what the ranks were doing. ``writing``: they were at a point from which on parameters are written.
     """
 
     exit_status: ClassVar[int] = 1
 
-    def __init__(self, failures: Mapping[int, str], place: str = "", lost: str = "") -> None:
+    def __init__(
+        self, failures: Mapping[int, str], place: str = "", lost: str = "", *, writing: bool = False
+    ) -> None:
         self.failures = dict(failures)
-        self.place = place
+        self.place, self.lost, self.writing = place, lost, writing
         rows: dict[str, list[int]] = {}
         for rank, text in sorted(self.failures.items()):
             rows.setdefault(text, []).append(rank)
@@ -329,6 +331,8 @@ class PeerFailed(TightshipError):
         lines = [f"rank{'s'[: len(r) > 1]} {', '.join(map(str, r))}: {text}" for text, r in rows.items()]
         if not lines:
             lines = [f"a rank has ended, or cannot be reached any more ({lost})"]
+        if writing:
+            lines.append("parameters may be half written: start the ranks again, from a checkpoint")
         super().__init__(f"{head}the ranks cannot go on\n" + "\n".join(f"  {line}" for line in lines))
 
 

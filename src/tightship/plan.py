@@ -32,7 +32,8 @@ step makes counts from that step on, and what it frees counts while it runs and 
 ``reuses`` the bytes count once. While
 compress or decompress runs, both forms are there; codecs need nothing else.
 
-**Time.** Streams: 0 computes (and packs), others copy. Within a stream steps run in order; a step also waits for
+**Time.** Streams: 0 computes (and packs), others copy, or gather tensors of which other ranks have parts (compute or
+recompute; what reads the result waits for it). Within a stream steps run in order; a step also waits for
 the steps in ``waits``, and for nothing else but, if it copies, for what stands before it on stream 0, which begins
 copies and loses seconds to each (`Machine.lost`). So a copy must wait for what made its source, ``free`` must wait
 for the copies that read what it frees, what uses fetched contents for the fetch, and a fetch for the ``free`` whose

@@ -211,6 +211,11 @@ def interrupted_in_step() -> Any:
         return {"error": {"type": "KeyboardInterrupt", "text": "", "seconds": 0.0}}
 
 
+def fitted_after_a_failed_step() -> Any:
+    """In the same processes: what is sent next would be taken for what is still waited for."""
+    return in_running_step(1, raises(RuntimeError("an op that fails")), 7) | {"fit": caught(fitted)}
+
+
 def killed_in_capture() -> Any:
     def loss(m: Any, batch: Any) -> torch.Tensor:
         if here(1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.rank_faults import drawn, judged
 from support.ranks import run
 
 SECONDS = 5.0
@@ -13,11 +14,11 @@ ENDS = {
     "raised_in_step": ((0, 0), "an op that fails"),
     "no_memory_in_step": ((0, 0), "an op without memory"),
     "interrupted_in_step": ((0, 0), "KeyboardInterrupt"),
-    "killed_in_step": ((0, -9), "a rank has ended"),
-    "store_killed_in_step": ((-9, 0), "a rank has ended"),
-    "killed_in_capture": ((0, -9), "a rank has ended"),
-    "killed_in_plan": ((-9, 0), "a rank has ended"),
-    "done_before_the_others": ((0, 0), "a rank has ended"),
+    "killed_in_step": ((0, -9), "rank 1: has ended"),
+    "store_killed_in_step": ((-9, 0), "rank 0: has ended"),
+    "killed_in_capture": ((0, -9), "rank 1: has ended"),
+    "killed_in_plan": ((-9, 0), "rank 0: has ended"),
+    "done_before_the_others": ((0, 0), "rank 1: has ended"),
 }
 """How the processes end, and what those that are left say."""
 
@@ -53,3 +54,32 @@ def test_a_fault_while_ranks_send_ends_the_step_on_all(how: str) -> None:
         if "later" in row:
             assert row["later"]["type"] == "PeerFailed"
             assert row["later"]["seconds"] < SECONDS
+
+
+DRAWN = ((2, 1, 7, 8, 29), (3,))
+"""Of seed 0: what one rank is given and others not, errors before anything is sent, an error before the first op."""
+
+
+@pytest.mark.parametrize("numbers", DRAWN)
+def test_faults_drawn_from_a_seed_end_on_all_ranks_with_one_sentence(numbers: tuple[int, ...]) -> None:
+    found = judged(0, [*numbers])
+    assert tuple(found) == numbers
+    assert {fault: wrong for fault, wrong, _ in found.values() if wrong} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 4, 5, 15, 24, 33])
+def test_drawn_faults_that_end_the_processes(number: int) -> None:
+    """Kills, and errors while ranks meet, while they send and behind the last op."""
+    assert drawn(0, number).ends
+    ((_, wrong, _),) = judged(0, [number]).values()
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_no_fit_on_groups_that_wait_for_what_a_failed_step_sent() -> None:
+    for row in run("fitted_after_a_failed_step", worker="fault_worker.py")["fitted_after_a_failed_step"]:
+        assert row["error"]["type"] == "PeerFailed"
+        assert "half written" in row["error"]["text"]
+        assert row["fit"]["type"] == "BadInput"
+        assert "start the ranks again" in row["fit"]["text"]

@@ -19,6 +19,14 @@ def rows() -> Rows:
     return run(*TOGETHER)
 
 
+def test_gathers_begin_ahead_of_where_they_are_read_and_change_neither_bits_nor_bytes(rows: Rows) -> None:
+    for mine, ddp in zip(rows["sharded_each"], rows["ddp"], strict=True):
+        assert mine["begun ahead"] > 3
+        assert mine["losses"] == ddp["losses"]
+        assert mine["digest"] == ddp["digest"]
+        as_planned(mine["measure"])
+
+
 @pytest.mark.parametrize("how", ["whole_40", "sharded_40"])
 def test_losses_and_parameters_are_those_of_ddp(rows: Rows, how: str) -> None:
     for mine, ddp in zip(rows[how], rows["ddp"], strict=True):

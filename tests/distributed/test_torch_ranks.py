@@ -70,7 +70,7 @@ def test_a_model_is_taken_again_after_a_budget_that_nothing_meets(rows: Rows) ->
     [
         ("offload_policy", "offload_policy"),
         ("columns", "Shard(dim=1)"),
-        ("2-D", "Replicate()"),
+        ("alone", "a mesh of 1 of 2 ranks"),
         ("partly", "'2.weight', which fully_shard has left out"),
         ("recurrent", "recurrent module '0'"),
         ("comm_hook", "a communication hook"),

@@ -181,15 +181,15 @@ def accumulated() -> Any:
     return rows
 
 
-def checkpoints() -> Any:
+def checkpoints(make: Any = model, wrap: Any = sharded, given: Any = None, loss_of: Any = loss_of) -> Any:
     """What eager FSDP2 saves, ``fit`` loads, and the other way round, with torch's own functions; and goes on."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
-    given, rows = batches(4), {}
+    given, rows = given or batches(4), {}
     for first, then in ((False, True), (True, False), (True, True)):
         losses: list[float] = []
         for k, planned in enumerate((first, then)):
-            m = sharded(model())
+            m = wrap(make())
             o = adamw(m)
             step = tightship.fit(m, loss_of, o, given[0], "static+60%") if planned else None
             if k:
@@ -246,7 +246,7 @@ def refused() -> Any:
     from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("a", "b"))
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))["b"]
     partly = model()
     fully_shard(partly[0], mesh=mesh)
     recurrent = torch.nn.Sequential(torch.nn.LSTM(WIDTH, WIDTH))
@@ -257,7 +257,7 @@ def refused() -> Any:
         "columns": fully_shard(
             torch.nn.Linear(WIDTH, 8, bias=False), mesh=mesh, shard_placement_fn=lambda p: Shard(1)
         ),
-        "2-D": fully_shard(model(), mesh=two),
+        "alone": fully_shard(model(), mesh=alone),
         "partly": partly,
         "recurrent": fully_shard(recurrent, mesh=mesh),
         "comm_hook": hooked,

@@ -88,6 +88,7 @@ def planned(budget: str, shard: bool, bucket: int | None = None, **options: Any)
         "recomputed": step.plan.count("recompute"),
         "captured again": len(recorded),
         "collectives": sum("c10d" in op.target for op in step.graph.ops),
+        "begun ahead": sum(s.stream > 0 for s in step.plan.steps if s.op in gathers),
         "gathered again": sum(s.kind == "recompute" and s.op in gathers for s in step.plan.steps),
         "plan": hashlib.sha256(repr(step.plan.steps).encode()).hexdigest(),
     }

@@ -7,6 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +17,55 @@ Rows = dict[str, list[Any]]
 WORKERS = Path(__file__).resolve().parent.parent / "distributed"
 
 
-def run(*scenarios: str, ranks: int = 2, ends: tuple[int, ...] = (0, 0), worker: str = "worker.py") -> Rows:
-    """What each rank has answered, by scenario."""
+def started(
+    *given: str, ranks: int = 2, worker: str = "worker.py"
+) -> tuple[list[subprocess.Popen[str]], Callable[[], tuple[list[dict[str, list[Any]]], list[str]]]]:
+    """A process for each rank, and what reads, when they have ended, what each has answered and complained."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "-W", "ignore", str(WORKERS / worker), *scenarios]
+    command = [sys.executable, "-W", "ignore", str(WORKERS / worker), *given]
+    files = [tuple(tempfile.TemporaryFile("w+") for _ in range(2)) for _ in range(ranks)]  # noqa: SIM115 – read below
     processes = [
-        subprocess.Popen(
-            command, env=env | {"RANK": str(r)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for r in range(ranks)
+        subprocess.Popen(command, env=env | {"RANK": str(r)}, text=True, stdout=out, stderr=err)
+        for r, (out, err) in enumerate(files)
     ]
+
+    def read() -> tuple[list[dict[str, list[Any]]], list[str]]:
+        said: list[dict[str, list[Any]]] = []
+        for out, _ in files:
+            out.seek(0)
+            said.append({})
+            for line in out:
+                name, row = json.loads(line)
+                said[-1].setdefault(name, []).append(row)
+        words = []
+        for _, err in files:
+            err.seek(0)
+            words.append(err.read())
+        for file in (f for pair in files for f in pair):
+            file.close()
+        return said, words
+
+    return processes, read
+
+
+def run(*scenarios: str, ranks: int = 2, ends: tuple[int, ...] = (0, 0), worker: str = "worker.py") -> Rows:
+    """What each rank has answered, by scenario."""
+    processes, read = started(*scenarios, ranks=ranks, worker=worker)
+    end = time.monotonic() + 300
     try:
-        said = [p.communicate(timeout=300) for p in processes]
+        for p in processes:
+            p.wait(max(0.0, end - time.monotonic()))
     finally:
         for p in processes:
             p.kill()
-    assert tuple(p.returncode for p in processes) == ends, "\n".join(err[-3000:] for _, err in said)
-    rows: Rows = {name: [] for name in scenarios}
-    for out, _ in said:
-        for line in out.splitlines():
-            name, row = json.loads(line)
-            rows[name].append(row)
-    return rows
+        for p in processes:
+            p.wait()
+    said, words = read()
+    assert tuple(p.returncode for p in processes) == ends, "\n".join(err[-3000:] for err in words)
+    return {name: [row for rank in said for row in rank.get(name, [])] for name in scenarios}
 
 
 def as_planned(row: dict[str, Any]) -> None:

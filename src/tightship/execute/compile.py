@@ -22,6 +22,7 @@ from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
 from tightship.execute.transfers import Action, Environment, Transfers, with_state
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, derivation, flat, refs_in
 from tightship.plan import Plan, Step
@@ -170,12 +171,26 @@ class _Compiler:
             op = self.graph.ops[step.op]
             action = with_state(action, self.states[step.op], again=again, device=op.device, nbytes=op.state)
         if step.stream:
-            raise BadInput(f"op on stream {step.stream}: ops run on stream 0", place=f"step {i} of the plan")
+            action = self.begun(i, step, call, made)
         self.code.instructions.append(Instruction(i, step.op, action, made, asks=True))
         if step.reuses:
             self.empty(i, tuple(v for a, _ in step.reuses for v in self.resident.pop(a, ())))
         for v in made:
             self.add(v)
+
+    def begun(self, i: int, step: Step, call: Call, made: tuple[int, ...]) -> Action:
+        """A gather that is waited for where a step says so."""
+        if not isinstance(call.fn, Collective) or call.kwargs or len(made) != 1:
+            rule = f"op on stream {step.stream}: all but gathers between ranks run on stream 0"
+            raise BadInput(rule, place=f"step {i} of the plan")
+        begin, get, (index,) = call.fn.begun, positional(call, self.environment), made
+        sent = self.transfers.sent(i, step)
+
+        def run(env: list[Any]) -> None:
+            env[index], waiting = begin(*get(env))
+            env[sent] = (waiting,)
+
+        return run
 
     def move(self, i: int, step: Step) -> None:
         if step.kind in ("offload", "compress"):

@@ -15,13 +15,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.parts import Loop
 from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
+    Part,
     Placed,
     average_reads,
     read_once,
@@ -96,6 +96,7 @@ def check_together(
     if ranks is None:
         return check()
     chosen = {"budget": str(settings.budget)} | {n: str(getattr(loop, n)) for n in _SAME}
+    chosen["optimizer"] = _optimizers(optimizer)
     for one in fields(options) if is_dataclass(options := getattr(settings.planner, "options", None)) else ():
         chosen[one.name] = str(getattr(options, one.name))
     found, told = ranks.agreed("fit", check, lambda row: {"parallel": str(row[1]), **chosen})
@@ -104,6 +105,21 @@ def check_together(
         texts = [", ".join(f"{n}={row.get(n)}" for n in names) for row in told]
         raise ranks.differ("fit with other options (give every rank the same)", texts)
     return found
+
+
+def _optimizers(optimizer: Any) -> str:
+    """What an optimizer does with its parameters, in words: other updates would make other models."""
+    texts = []
+    for one in each(optimizer) if optimizer is not None else ():
+        for group in one.param_groups:
+            rows = sorted((k, _number(x)) for k, x in group.items() if k not in ("params", "param_names"))
+            options = ", ".join(f"{k}={x!r}" for k, x in rows)
+            texts.append(f"{type(one).__name__}({len(group['params'])} parameters, {options})")
+    return " and ".join(texts)
+
+
+def _number(x: Any) -> Any:
+    return x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x
 
 
 _SAME = ("accumulate", "clip_norm", "clip_value", "skip_nonfinite")
@@ -149,18 +165,15 @@ def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> 
         rule = "a model in fully_shard has its parameters in shards: leave parallel out, or fully_shard on one rank"
         raise BadInput(rule, parallel, "fit(parallel=…)")
     instead = "leave that out, or give fit the plain model and parallel=tightship.DataParallel(shard=True)"
-    if options := compat_distributed.fully_shard_options(model):
-        why = (
-            "fit divides the rows of parameters among all ranks, gathers and averages them in their own type"
-        )
-        raise Unsupported(f"a model in fully_shard with {', '.join(options)}", why, instead)
-    trained = [n for n, p in model.named_parameters() if p.requires_grad and not hasattr(p, "placements")]
-    if trained:
+    if trained := compat_distributed.left_out(model):
         raise Unsupported(
             f"the parameter {trained[0]!r}, which fully_shard has left out ({len(trained)} in all),",
             "its gradients would differ between ranks",
             "call fully_shard on the whole model last, or freeze it (requires_grad_(False))",
         )  # fmt: skip
+    if options := compat_distributed.fully_shard_options(model):
+        why = "fit divides the rows of parameters among ranks of a mesh of all, in their own type"
+        raise Unsupported(f"a model in fully_shard with {', '.join(options)}", why, instead)
     recurrent = next((n for n, m in model.named_modules() if isinstance(m, torch.nn.RNNBase)), None)
     if recurrent is not None:
         raise Unsupported(
@@ -179,7 +192,8 @@ def _from_placed(model: torch.nn.Module, parallel: DataParallel | None) -> DataP
         raise Unsupported(
             f"a model of DTensors with {', '.join(options)}",
             "fit plans for tensor parallelism of all ranks on a mesh of one dimension",
-            "parallelize it so, or give fit the plain model and parallel=tightship.DataParallel(shard=True)",
+            "parallelize it so, call fully_shard over the mesh's other dimension, or give fit the plain model and "
+            "parallel=tightship.DataParallel(shard=True)",
         )  # fmt: skip
     return _TensorParallel()
 
@@ -219,15 +233,15 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     it parallel already. Raises as `check_together`."""
     module, how = _as_torch_has_it(model, None)
     check_model(module, hooks=True, shards=True)
-    ranks, done = (dist.get_rank(), dist.get_world_size()), shards_of(module)
+    done = shards_of(module)
     if isinstance(how, _TensorParallel):
         done = done or take_over_placed(module, optimizer)
         shard_optimizer(optimizer, done)
         return module, loss
     if compat_distributed.distributed_by(module) == "fully_shard":
-        done = take_over(module, optimizer, ranks)
+        done = take_over(module, optimizer)
     elif how is None:
-        done = shard_model(module, ranks)
+        done = shard_model(module)
     shard_optimizer(optimizer, done)
     ways = average_reads(module, done)
     send_together(module, ways, None if how is None else how.bucket)
@@ -248,26 +262,34 @@ class Replicas(NotCopied):
     def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
         self.model, self.parallel = model, parallel
         ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
-        shards, together = shards_of(model), isinstance(parallel, _TensorParallel)
-        if together:
-            shards = shards or take_over_placed(model, optimizer)
-        elif compat_distributed.distributed_by(model) == "fully_shard":
-            shards = take_over(model, optimizer, (ranks.rank, ranks.size))
-        elif not shards:
-            for t in (*model.parameters(), *model.buffers()):
-                broadcast(t.data)
-            if parallel.shard:
-                shards = shard_model(model, (ranks.rank, ranks.size))
-        shard_optimizer(optimizer, shards)
-        if not together:
-            send_together(model, shards, parallel.bucket)
+        with ranks.sending(writing=True):
+            shards = self._divided(optimizer)
+            ranks.same("what ranks have of a model", lambda: f"{len(shards)} parameters in parts")
         names = {id(p): n for n, p in model.named_parameters()}
         self.shards = {names[i]: shard for i, shard in shards.items()}
-        own = [] if together else model.named_parameters()
+        own = [] if isinstance(parallel, _TensorParallel) else model.named_parameters()
         whole = [(n, p) for n, p in own if p.requires_grad and n not in self.shards]
         whole.reverse()  # gradients come in about this order
         rows = messages([((p.dtype, p.device), p.nbytes) for _, p in whole], parallel.bucket)
         self.averaged = tuple(tuple(whole[k][0] for k in row) for row in rows)
+
+    def _divided(self, optimizer: Any) -> dict[int, Part]:
+        """What of the model is in parts, by the ids of these, from now on."""
+        model, parallel = self.model, self.parallel
+        shards, together = shards_of(model), isinstance(parallel, _TensorParallel)
+        if together:
+            shards = shards or take_over_placed(model, optimizer)
+        elif compat_distributed.distributed_by(model) == "fully_shard":
+            shards = take_over(model, optimizer)
+        elif not shards:
+            for t in (*model.parameters(), *model.buffers()):
+                broadcast(t.data)
+            if parallel.shard:
+                shards = shard_model(model)
+        shard_optimizer(optimizer, shards)
+        if not together:
+            send_together(model, shards, parallel.bucket)
+        return shards
 
     def synchronize(self) -> None:
         """Buffers are those of rank 0."""
@@ -318,10 +340,14 @@ class Replicas(NotCopied):
         if late := self._summands(gradients):
             gradients |= zip(late, reduced([gradients[n].clone() for n in late]), strict=True)
         norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
-        parts = [n for n in norms if n in self.shards and self.shards[n].divided]
-        if parts:
-            squares = summed(torch.stack([norms[n] for n in parts]) ** 2.0)
-            norms |= dict(zip(parts, (squares**0.5).unbind(), strict=True))
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for n in norms:
+            if n in self.shards:
+                rows.setdefault(self.shards[n].divided, []).append(n)
+        for groups, parts in rows.items():
+            for group in groups:
+                squares = summed(torch.stack([norms[n] for n in parts]) ** 2.0, group)
+                norms |= dict(zip(parts, (squares**0.5).unbind(), strict=True))
         return torch.linalg.vector_norm(torch.stack(list(norms.values())))
 
     def agree_finite(self, scaler: Any, optimizer: Any) -> None:

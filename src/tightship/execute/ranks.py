@@ -41,6 +41,7 @@ __all__ = [
     "read",
     "refusal",
     "together",
+    "told_groups",
     "told_of",
     "written",
 ]
@@ -49,8 +50,13 @@ T = TypeVar("T")
 
 _TURN: Final = timedelta(seconds=0.2)
 """How long a collective is waited for until the others' notes are looked at."""
-_HEARD: Final = timedelta(seconds=1)
-"""How long a rank that has failed stays for the others to read why: it may have the store."""
+_HEARD: Final = timedelta(seconds=3)
+"""How long a rank stays for the others to read why they end: it may have the store."""
+_ROLL_CALL: Final = timedelta(seconds=1.5)
+"""Within which ranks say that they are there, where a connection has ended."""
+_GONE: Final = "has ended, or does not answer any more"
+_CONNECTION: Final = timedelta(minutes=1)
+"""Within which all ranks join the control group, once all are there."""
 _LONGEST: Final = timedelta(days=7)
 """Of the control group: one rank may evaluate, or plan, while the others wait."""
 _ARRIVAL: Final = timedelta(minutes=5)
@@ -62,10 +68,12 @@ _PROBED: Final = (64, 1 << 20)
 
 
 class _Process:
-    """Of this process: the control group, the default group it belongs to, and how many times ranks have met."""
+    """Of this process: the control group, the default group it belongs to, and how many times ranks have met; the
+    default group that waits for what is not sent any more."""
 
     group: Any = None
     of: Any = None
+    unfinished: Any = None
     meetings: int = 0
 
 
@@ -76,7 +84,7 @@ _living: weakref.WeakSet[Ranks] = weakref.WeakSet()
 @atexit.register
 def _let_go() -> None:
     """Groups end, with their threads, while there is an interpreter: what holds them may live to its end."""
-    _process.group = _process.of = None
+    _process.group = _process.of = _process.unfinished = None
     for ranks in [*_living]:
         ranks.let_go()
 
@@ -84,11 +92,17 @@ def _let_go() -> None:
 def together() -> Ranks | None:
     """The ranks of the world, which all call this at the same point; None where there is one, or all are imagined.
 
-    Raises ``BadInput`` if some do not come.
+    Raises ``BadInput`` if some do not come, or if an error has left collectives unfinished.
     """
     if compat_distributed.world_size() < 2 or compat_distributed.imagined_ranks():
         return None
     world = dist.group.WORLD
+    if _process.unfinished is world:
+        rule = (
+            "collectives of a step that failed were left unfinished, and what is sent now would be taken for theirs: "
+            "start the ranks again, from a checkpoint"
+        )
+        raise BadInput(rule, place="fit")
     if _process.of is not world:
         _process.group, _process.of = None, world
     _process.meetings += 1
@@ -104,10 +118,13 @@ def together() -> Ranks | None:
         )
         raise BadInput(rule, place="fit") from None
     if _process.group is None:
-        _process.group = dist.new_group(backend="gloo", timeout=_LONGEST)
-        ranks = Ranks(_process.group, store, key)
-        ranks.same("versions (install the same on every rank)", _versions)
-        ranks.measure()
+        group = _process.group = dist.new_group(backend="gloo", timeout=_CONNECTION)
+        compat_distributed.set_timeout(group, _LONGEST)
+        ranks = Ranks(group, store, key)
+        with ranks.ending_together("meeting"):
+            ranks.same("versions (install the same on every rank)", _versions)
+            with ranks.sending(writing=False):
+                ranks.measure()
         return ranks
     return Ranks(_process.group, store, key)
 
@@ -123,7 +140,7 @@ class Ranks(NotCopied):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group, self._store, self._key = group, store, key
         self._ended: PeerFailed | None = None
-        self._place, self._begun = "", False
+        self._place, self._begun, self._writes = "", False, False
         _living.add(self)
 
     def let_go(self) -> None:
@@ -207,7 +224,7 @@ class Ranks(NotCopied):
         Collectives inside are waited for in turns."""
         if self._ended is not None:
             raise self._ended
-        self._place, self._begun = place, False
+        self._place, self._begun, self._writes = place, False, False
         try:
             with collectives.sending(self.wait):
                 yield
@@ -221,23 +238,37 @@ class Ranks(NotCopied):
             if not self._begun and isinstance(error, Exception):
                 self._share(error)
                 raise
-            self._ended = PeerFailed({self.rank: _words(error)}, self._place)
-            self._leave_note(_words(error))
+            own = PeerFailed({self.rank: _words(error)}, self._place, writing=self._writes)
+            self._ended = self._noted(own)
             if isinstance(error, Exception):
                 raise self._ended from error
             raise
 
     def begin(self) -> None:
         """All are ready: from here on an error cannot be said in the next exchange, as nobody comes to one."""
-        self._begun = True
+        self._begun = self._writes = True
 
-    def _leave_note(self, text: str) -> None:
-        with suppress(RuntimeError):  # rank 0, which has the store, may be gone
-            self._store.set(f"{self._key}/failed/{self.rank}", json.dumps([self._place, text]).encode())
-            self._store.set(f"{self._key}/failed", b"1")
-            others = [r for r in range(self.size) if r != self.rank]
-            self._store.wait([f"{self._key}/heard/{r}" for r in others], _HEARD)
+    @contextmanager
+    def sending(self, *, writing: bool) -> Iterator[None]:
+        """Inside, as from `begin` on; ``writing`` parameters or not."""
+        self._begun, self._writes = True, writing
+        yield
+        self._begun = self._writes = False
+
+    def _noted(self, own: PeerFailed, gone: Sequence[int] = ()) -> PeerFailed:
+        """The error that all raise: the first that a rank has noted, which is this one if there was none before."""
         _process.group = None
+        written = json.dumps([own.failures, own.place, own.lost, own.writing, self._begun])
+        with suppress(RuntimeError):  # the rank that has the store may be gone
+            written = self._store.compare_set(f"{self._key}/failed", "", written).decode()
+            self._store.set(f"{self._key}/heard/{self.rank}", b"1")
+            keys = [f"{self._key}/heard/{r}" for r in range(self.size) if r not in gone]
+            with suppress(RuntimeError):
+                self._store.wait(keys, _HEARD)
+        failures, place, lost, writing, begun = json.loads(written)
+        if begun:
+            _process.unfinished = dist.group.WORLD
+        return PeerFailed({int(r): text for r, text in failures.items()}, place, lost, writing=writing)
 
     def wait(self, work: Any) -> None:
         """Waits for what is sent, as long as no rank has failed. Raises ``PeerFailed``."""
@@ -257,27 +288,42 @@ class Ranks(NotCopied):
                 raise failed
 
     def _failed(self) -> PeerFailed | None:
-        """What other ranks have noted."""
+        """What other ranks have noted; or who is gone, where one of them asks who is there."""
         try:
-            if not self._store.check([f"{self._key}/failed"]):
-                return None
-            keys = {r: f"{self._key}/failed/{r}" for r in range(self.size)}
-            rows = {r: json.loads(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
-            self._store.set(f"{self._key}/heard/{self.rank}", b"1")
+            if self._store.check([f"{self._key}/failed"]):
+                return self._noted(PeerFailed({}))
+            return self._called() if self._store.check([f"{self._key}/calling"]) else None
         except RuntimeError as error:
             return self._lost(error)
-        _process.group = None
-        return PeerFailed({r: text for r, (_, text) in rows.items()}, next(iter(rows.values()))[0])
 
     def _lost(self, error: Exception) -> PeerFailed:
         """A connection has ended: because a rank has failed and said so, or has been ended."""
         _process.group = None
-        with suppress(RuntimeError):
+        try:
             if self._store.check([f"{self._key}/failed"]):
-                failed = self._failed()
-                if failed is not None:
-                    return failed
-        return PeerFailed({}, self._place, str(error).strip().splitlines()[0][:200])
+                return self._noted(PeerFailed({}))
+            self._store.set(f"{self._key}/calling", b"1")
+            return self._called()
+        except RuntimeError:  # the store is gone, with the rank that has it
+            reason = str(error).strip().splitlines()[0][:200]
+            others = [r for r in range(self.size) if r != self.rank]
+            gone = others[0] if len(others) == 1 else 0
+            known = gone != self.rank and not compat_distributed.store_of_launcher()
+            failures = {gone: _GONE} if known else {}
+            if self._begun:
+                _process.unfinished = dist.group.WORLD
+            return PeerFailed(failures, self._place, reason, writing=self._writes)
+
+    def _called(self) -> PeerFailed:
+        """Whoever does not say soon that it is there has ended. Raises ``RuntimeError`` without a store."""
+        self._store.set(f"{self._key}/there/{self.rank}", b"1")
+        keys = [f"{self._key}/there/{r}" for r in range(self.size)]
+        with suppress(RuntimeError):
+            self._store.wait(keys, _ROLL_CALL)
+        missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+        reason = "all ranks are there, and a connection between them is not"
+        failures = dict.fromkeys(missing, _GONE)
+        return self._noted(PeerFailed(failures, self._place, reason, writing=self._writes), missing)
 
     # --- what sending costs ---
 
@@ -316,24 +362,36 @@ def _words(error: BaseException) -> str:
 
 class Told(NamedTuple):
     """What a rank says of its step: a digest of its ops, wherever in tensors these find their parts; the collectives
-    among them (how many, and a digest of what they are, in order); and the same of its plan, if it has one."""
+    among them (how many, and a digest of what they are, in order); the same of its plan, if it has one; and a digest
+    of each group of ranks that they send among, in the order in which they come up."""
 
     ops: str
     calls: tuple[int, str]
     plan: tuple[int, str] | None
+    groups: tuple[str, ...]
 
     @staticmethod
     def of(row: Sequence[Any]) -> Told:
-        ops, calls, plan = row
-        return Told(ops, tuple(calls), None if plan is None else tuple(plan))
+        ops, calls, plan, groups = row
+        return Told(ops, tuple(calls), None if plan is None else tuple(plan), tuple(groups))
 
 
 def told_of(captured: Program, plan: Plan | None = None) -> Told:
     ops = range(len(captured.calls))
     steps = [] if plan is None else [s.op for s in plan.steps if s.kind in ("compute", "recompute")]
-    return Told(
-        _planned_alike(captured), _calls(captured, ops), None if plan is None else _calls(captured, steps)
-    )
+    groups: dict[tuple[int, ...], int] = {}
+    calls = _calls(captured, ops, groups)
+    planned = None if plan is None else _calls(captured, steps, groups)
+    return Told(_planned_alike(captured), calls, planned, told_groups(groups))
+
+
+def told_groups(groups: Iterable[Iterable[int]]) -> tuple[str, ...]:
+    """What a rank says of groups that it sends among."""
+    return tuple(_of_ranks(sorted(ranks)) for ranks in groups)
+
+
+def _of_ranks(ranks: Iterable[object]) -> str:
+    return hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:12]
 
 
 def _planned_alike(captured: Program) -> str:
@@ -345,12 +403,15 @@ def _planned_alike(captured: Program) -> str:
     return replace(graph, values=tuple(replace(v, offset=0) if v.offset else v for v in graph.values)).digest
 
 
-def _calls(program: Program, ops: Iterable[int]) -> tuple[int, str]:
+def _calls(program: Program, ops: Iterable[int], groups: dict[tuple[int, ...], int]) -> tuple[int, str]:
+    """Ranks of one mesh send among other ranks, so a group is told by how many came up before it, and its size."""
     rows = []
     for k in ops:
         call = program.calls[k]
         if isinstance(call.fn, collectives.Collective):
-            rows.append(call.fn.describe(call.args, lambda a: _described(program, a)))
+            group = call.fn.group(call.args)
+            among = groups.setdefault(group, len(groups)), len(group)
+            rows.append(call.fn.describe(call.args, lambda a: _described(program, a), among))
     return len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()[:32]
 
 
@@ -372,6 +433,9 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
     if len({row.calls for row in rows}) > 1:
         texts = [f"a step of {n} collectives ({digest[:8]})" for n, digest in (row.calls for row in rows)]
         raise ranks.differ("steps that send other things (batches, or models, of other shapes)", texts)
+    if not _meet([row.groups for row in rows]):
+        texts = [f"collectives among {len(row.groups)} groups ({_of_ranks(row.groups)[:8]})" for row in rows]
+        raise ranks.differ("steps that send among other ranks (models on other meshes)", texts)
     if len(plans) > 1:
         texts = [
             f"a plan of {row.plan[0]} collectives ({row.plan[1][:8]})" if row.plan else "no plan"
@@ -379,6 +443,17 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
         ]
         rule = "plans for batches of other shapes that send in another order (give all ranks batches of one shape)"
         raise ranks.differ(rule, texts)
+
+
+def _meet(told: Sequence[tuple[str, ...]]) -> bool:
+    """Whether the ranks of each group name this group, wherever in their order one of them does."""
+    for row in zip(*told, strict=True):
+        members: dict[str, list[int]] = {}
+        for rank, group in enumerate(row):
+            members.setdefault(group, []).append(rank)
+        if any(_of_ranks(found) != group for group, found in members.items()):
+            return False
+    return True
 
 
 def leader_of(ranks: Ranks, told: Sequence[Any]) -> tuple[int, bool]:

@@ -17,7 +17,14 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat_distributed
-from tightship.frontends.torch.collectives import gathered, messages, reduced, scattered_means, share
+from tightship.frontends.torch.collectives import (
+    Division,
+    gathered,
+    messages,
+    reduced,
+    scattered_means,
+    share,
+)
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import map_leaves
 
@@ -72,8 +79,8 @@ class Part(Gathering):
     """Of a parameter of which this rank keeps a part, which state dicts have as a DTensor."""
 
     shape: torch.Size
-    divided = True
-    """Whether ranks have different ones."""
+    divided: tuple[str, ...]
+    """The groups, by name, whose ranks have different ones, those of them that follow from others' parts last."""
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """All parts, which every rank gives."""
@@ -97,28 +104,33 @@ class Part(Gathering):
 
 class Shard(Part):
     """Which part of a parameter this rank keeps: as `torch.chunk` cuts the first dimension, filled up with zeros to
-    the size of the largest part, so that all ranks run the same ops."""
+    the size of the largest part, so that all ranks run the same ops. ``placed``: what is gathered is itself a part,
+    by tensor parallelism. ``spec``: of the DTensor that the part is in state dicts; None: one of a mesh of all."""
 
     dtype: torch.dtype | None = None
     """That it is gathered in, and ``reduced``: that its gradient is averaged in; None: as it is, and as it comes."""
     reduced: torch.dtype | None = None
 
     def __init__(
-        self, shape: torch.Size, stride: tuple[int, ...], ranks: tuple[int, int], mesh: Any = None
-    ) -> None:
-        self.shape, self.stride, self.mesh = shape, stride, mesh
-        self.rank, self.size = ranks
-        self.rows = -(-self.shape[0] // self.size)
+        self, shape: torch.Size, stride: tuple[int, ...], among: Division, spec: Any = None,
+        placed: Placed | None = None,
+    ) -> None:  # fmt: skip
+        self.among, self.spec, self.placed = among, spec, placed
+        self.stride: tuple[int, ...]
+        self.gathered = torch.Size(shape)
+        self.shape, self.stride = (placed.shape, placed.stride) if placed else (self.gathered, stride)
+        self.rows = -(-shape[0] // among.size)
         self.padded = torch.Size((self.rows, *shape[1:]))
+        self.divided = (among.group, *(placed.divided if placed else ()))
 
     @property
     def own(self) -> int:
         """Rows of this rank's part that are the parameter's."""
-        return max(0, min(self.rows, self.shape[0] - self.rank * self.rows))
+        return max(0, min(self.rows, self.gathered[0] - self.among.rank * self.rows))
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor like the parameter, in memory of its own."""
-        start = self.rank * self.rows
+        start = self.among.rank * self.rows
         return self.filled(whole[start : start + self.own])
 
     def filled(self, own: torch.Tensor) -> torch.Tensor:
@@ -127,7 +139,8 @@ class Shard(Part):
         return made
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        return gathered([part.detach()])[0][: self.shape[0]]
+        whole = gathered([part.detach()], self.among)[0][: self.gathered[0]]
+        return whole if self.placed is None else self.placed.whole(whole)
 
     def distributed(self, part: torch.Tensor) -> Any:
         """Without what fills the part up."""
@@ -135,11 +148,12 @@ class Shard(Part):
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor import Shard as Placement
 
-        if self.mesh is None:
-            self.mesh = init_device_mesh(part.device.type, (self.size,))
+        if self.spec is None:
+            self.spec = init_device_mesh(part.device.type, (self.among.size,)), (Placement(0),)
+        mesh, placements = self.spec
         own = part.detach()[: self.own]
         return DTensor.from_local(
-            own, self.mesh, [Placement(0)], run_check=False, shape=self.shape, stride=self.stride
+            own, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
     def is_part(self, t: Any) -> bool:
@@ -148,17 +162,29 @@ class Shard(Part):
     def loaded(self, t: Any) -> Any:
         if not isinstance(t, torch.Tensor) or t.shape != self.shape:
             return t
-        if not hasattr(t, "full_tensor"):
-            return self.part(t)
-        local, rows = t.to_local(), [getattr(x, "dim", None) for x in t.placements]
-        alike = rows == [0] and t.device_mesh.size() == self.size and local.shape[0] == self.own
-        return self.filled(local) if alike else self.part(t.full_tensor())
+        if hasattr(t, "full_tensor"):
+            if self._lies_alike(t):
+                return self.filled(t.to_local())
+            t = t.full_tensor()
+        return self.part(t if self.placed is None else self.placed.loaded(t))
+
+    def _lies_alike(self, t: Any) -> bool:
+        """Whether a DTensor has this rank's part where it lies."""
+        if self.spec is not None and self.spec[0].ndim > 1:
+            return (t.device_mesh, tuple(t.placements)) == (self.spec[0], tuple(self.spec[1]))
+        rows = [getattr(x, "dim", None) for x in t.placements]
+        mesh_alike = t.device_mesh.size() == self.among.size and t.device_mesh.ndim == 1
+        return mesh_alike and rows == [0] and t.to_local().shape[0] == self.own
 
     @staticmethod
     def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
-        how = [(one.shape[0], one.dtype or part.dtype, one.reduced) for one, part in rows]
-        made: Sequence[torch.Tensor] = _Gathered.apply(how, *(part for _, part in rows))  # type: ignore[no-untyped-call]
-        return made
+        how = [(one.gathered[0], one.dtype or part.dtype, one.reduced) for one, part in rows]
+        among = rows[0][0].among
+        made: Sequence[torch.Tensor] = _Gathered.apply(among, how, *(part for _, part in rows))  # type: ignore[no-untyped-call]
+        return [
+            whole if one.placed is None else one.placed.wholes([(one.placed, whole)])[0]
+            for (one, _), whole in zip(rows, made, strict=True)
+        ]
 
 
 class Placed(Part):
@@ -172,7 +198,8 @@ class Placed(Part):
     def __init__(self, parameter: Any) -> None:
         self.mesh, self.placements = parameter.device_mesh, parameter.placements
         self.shape, self.stride = parameter.shape, parameter.stride()
-        self.local, self.divided = parameter.to_local().shape, any(x.is_shard() for x in self.placements)
+        self.local = compat_distributed.local_shape(parameter)
+        self.divided = compat_distributed.dividing_groups(self.mesh, self.placements)
 
     def distributed(self, part: torch.Tensor) -> Any:
         from torch.distributed.tensor import DTensor
@@ -236,11 +263,15 @@ class _Read(torch.autograd.Function):
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: Sequence[tuple[int, torch.dtype, torch.dtype | None]], *parts: torch.Tensor
+        ctx: Any,
+        among: Division,
+        how: Sequence[tuple[int, torch.dtype, torch.dtype | None]],
+        *parts: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        ctx.among = among
         ctx.how = [(p.shape[0], p.dtype, reduced) for p, (_, _, reduced) in zip(parts, how, strict=True)]
         ctx.set_materialize_grads(False)
-        wholes = gathered([p.to(dtype) for p, (_, dtype, _) in zip(parts, how, strict=True)])
+        wholes = gathered([p.to(dtype) for p, (_, dtype, _) in zip(parts, how, strict=True)], among)
         return tuple(
             w if rows == w.shape[0] else w[:rows] for w, (rows, _, _) in zip(wholes, how, strict=True)
         )
@@ -249,11 +280,11 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         given = [(g, *how) for g, how in zip(gradients, ctx.how, strict=True) if g is not None]
         rows = [filled for _, filled, _, _ in given]
-        means = iter(scattered_means([g.to(reduced or g.dtype) for g, _, _, reduced in given], rows))
-        return None, *(
-            None if g is None else next(means).to(dtype)
-            for g, (_, dtype, _) in zip(gradients, ctx.how, strict=True)
-        )
+        sent = [g.to(reduced or g.dtype) for g, _, _, reduced in given]
+        means = iter(scattered_means(sent, rows, ctx.among))
+        rows_of = zip(gradients, ctx.how, strict=True)
+        made = [None if g is None else next(means).to(dtype) for g, (_, dtype, _) in rows_of]
+        return None, None, *made
 
 
 class _Averaged(torch.autograd.Function):
@@ -279,8 +310,8 @@ def send_together(model: torch.nn.Module, ways: Mapping[int, Gathering], most: i
                 continue
             rows[id(p)] = way, module, name
             if isinstance(way, Shard):
-                dtype, size = way.dtype or p.dtype, math.prod(way.shape)
-                kind: tuple[Any, ...] = (p.dtype, dtype, way.reduced)
+                dtype, size = way.dtype or p.dtype, math.prod(way.gathered)
+                kind: tuple[Any, ...] = (p.dtype, dtype, way.reduced, way.among)
             else:
                 dtype, size, kind = p.dtype, p.numel(), ()
             kinds.append(((type(way), p.device, p.dtype, p.requires_grad, kind), size * dtype.itemsize))
@@ -316,20 +347,20 @@ def _marked(module: torch.nn.Module) -> dict[str, Part]:
     return getattr(type(module), _MARK, {})
 
 
-def shard_model(model: torch.nn.Module, ranks: tuple[int, int]) -> dict[int, Part]:
+def shard_model(model: torch.nn.Module) -> dict[int, Part]:
     """Leaves parts in the parameters, which keep their identity, but for scalars, those with fewer rows than there
-    are ranks, and those of recurrent modules, whose parameters are read in other ways. ``ranks``: this one, and how
-    many there are."""
+    are ranks, and those of recurrent modules, whose parameters are read in other ways."""
     done: dict[int, Part] = {}
+    among = Division.of_all()
     for module in list(model.modules()):
         if isinstance(module, torch.nn.RNNBase):
             continue
         chosen = {}
         for name, p in module._parameters.items():
-            if p is None or not p.dim() or p.shape[0] < ranks[1]:
+            if p is None or not p.dim() or p.shape[0] < among.size:
                 continue
             if id(p) not in done:
-                done[id(p)] = shard = Shard(p.shape, p.stride(), ranks)
+                done[id(p)] = shard = Shard(p.shape, p.stride(), among)
                 with torch.no_grad():
                     p.data = shard.part(p.data)
             chosen[name] = done[id(p)]
@@ -337,7 +368,7 @@ def shard_model(model: torch.nn.Module, ranks: tuple[int, int]) -> dict[int, Par
     return done
 
 
-def take_over(model: torch.nn.Module, optimizer: Any, ranks: tuple[int, int]) -> dict[int, Part]:
+def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
     """Parts of a model that ``fully_shard`` has sharded, in the same memory, in the places of its DTensors, in the
     model as in the optimizer; the model is a plain one afterwards."""
     parts: dict[int, torch.nn.Parameter] = {}
@@ -347,7 +378,9 @@ def take_over(model: torch.nn.Module, optimizer: Any, ranks: tuple[int, int]) ->
     compat_distributed.undo_fully_shard(model)
     for row in rows:
         p = row.parameter
-        shard = Shard(p.shape, p.stride(), ranks, p.device_mesh)
+        spec = p.device_mesh, tuple(p.placements)
+        placed = None if row.within is None else Placed(row.within)
+        shard = Shard(row.gathered, p.stride(), Division(*row.among), spec, placed)
         shard.dtype, shard.reduced = row.dtype, row.reduced
         parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
         done[id(part)] = shard

@@ -126,6 +126,10 @@ class TrainStep(TrainVariants):
             self._bring_back()
             if full and self.ranks is not None:
                 self.ranks.same("state dicts", lambda: "state_dict(full=True)")
+                with self.ranks.sending(writing=False):
+                    found = saved(self.model, self.optimizer, full=full)
+                    self.ranks.same("state dicts", lambda: "all of it")
+                return found
             return saved(self.model, self.optimizer, full=full)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

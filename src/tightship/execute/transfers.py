@@ -86,6 +86,12 @@ class Transfers:
 
         return run
 
+    def sent(self, i: int, step: Step) -> int:
+        """The index of what waits for a step that sends between ranks."""
+        index = self.environment.constant(None)
+        self.copies[i], self.latest[step.stream] = (index,), i
+        return index
+
     def move(self, i: int, step: Step) -> Action:
         """The action of a step of kind offload, fetch, compress or decompress."""
         if step.kind in ("offload", "fetch"):

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -27,6 +28,7 @@ from tightship.graph import Graph
 from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
+from tightship.planners.ahead import begun_ahead, largest_gather
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
@@ -240,7 +242,7 @@ def plan(
         order = order_of(graph, o, before.peak, clock.search.part(_PREPARED), budget)
         problem = problem_of(graph, order, o)
     search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED), far)
-    found, layout = search.fit(progress, clock)
+    found, layout = search.ahead(*search.fit(progress, clock), progress, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
     made = replace(search.verified(found.steps, found.timeline, layout, name, clock.began), termination=ended)
@@ -280,6 +282,14 @@ def plan_alone(
     return replace(made, budget=budget, meta=meta, seconds=time.perf_counter() - began)
 
 
+_AHEAD = (1.0, 0.6, 0.3)
+"""Parts of the bytes that are left beyond the peak, for gathers that begin ahead: less where places do not do."""
+_GATHERS = (1, 2, 4)
+"""How many of the largest gathers a search leaves bytes for."""
+_SHORTLY, _WHILE = 1.0, 5.0
+"""Seconds at least and at most for the places of everything with gathers begun ahead."""
+
+
 class _Clock:
     """When a plan was asked for, and when the search for it has to end so that the rest is done in time: the steps
     of the best decision, their offsets, and two verifications."""
@@ -295,6 +305,12 @@ class _Clock:
         replay(line.graph, line.steps)
         took = time.perf_counter() - began
         self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(_PREPARED).at))
+
+    def shorter(self, seconds: float) -> _Clock:
+        """For another search, of so many seconds at most."""
+        other = copy(self)
+        other.search = Deadline(min(self.search.at, time.perf_counter() + seconds))
+        return other
 
 
 @dataclass
@@ -384,6 +400,44 @@ class _Search:
             decision = replace(made.found.decision, ended=self.last.decision.ended)
             return replace(made.found, decision=decision), made.layout
         return made.found, made.layout
+
+    def ahead(
+        self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: _Clock
+    ) -> tuple[run.Evicted, Layout]:
+        """The same with gathers between ranks begun ahead of where they are read, or that of another search, which
+        leaves bytes for that and takes no longer: whichever is faster."""
+        if not (size := largest_gather(self.graph)):
+            return found, layout
+        best, took = self._begun_ahead(found, layout, clock), time.perf_counter() - clock.began
+        for count in _GATHERS if self.budget is not None and not self.interrupted else ():
+            lower = self.budget - count * size if self.budget is not None else 0
+            if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
+                break
+            other = replace(self, budget=lower, best=None, last=None)
+            with suppress(Infeasible, KeyboardInterrupt):
+                again = self._begun_ahead(*other.fit(progress, clock.shorter(took)), clock)
+                best = min(best, again, key=lambda row: row[0].timeline.time)
+            self.interrupted |= other.interrupted
+        if best[0].timeline.time < found.timeline.time:
+            self.time_bound = 0.0  # it is one of steps that wait for one another
+            return best
+        return found, layout
+
+    def _begun_ahead(self, found: run.Evicted, layout: Layout, clock: _Clock) -> tuple[run.Evicted, Layout]:
+        line, placement = found.timeline, self.placement
+        budget = self.budget if self.budget is not None else placement.needs(line, layout)
+        for share in _AHEAD:
+            limit = line.peak + int((budget - line.peak) * share)
+            steps = begun_ahead(self.graph, line, limit)
+            if steps is None:
+                break
+            other = replay(self.graph, steps)
+            if not other.time < line.time or other.peak > budget:
+                continue
+            made = placement.layout(steps, max(_SHORTLY, min(_WHILE, clock.deadline.left)))
+            if placement.needs(other, made) <= budget:
+                return replace(found, steps=steps, timeline=other), made
+        return found, layout
 
     def _other_orders(self, progress: Progress | None, clock: _Clock) -> None:
         """Search in other orders while nothing fits, or only what is far above the least time: the order of the least

@@ -51,6 +51,11 @@ def has_effects(target: str) -> bool:
     return whole in _BETWEEN_RANKS or whole in _WITH_THE_HOST or name in _DRAWS
 
 
+def runs_beside(target: str) -> bool:
+    """Whether an op of this name may run on another stream than 0: it gathers parts of several ranks by itself."""
+    return target.endswith("_c10d_functional.all_gather_into_tensor.default")
+
+
 COPIES = {
     "offload": ("full", "host"),
     "fetch": ("host", "full"),
@@ -153,6 +158,10 @@ class Replay:
             self.note("unknown", i, (str(k),), f"there is no op {k}")
             return self.live
         op, again = self.graph.ops[k], step.kind == "recompute"
+        if step.stream and not runs_beside(op.target):
+            self.note(
+                "lane", i, (op.name,), f"{place_of(op)} runs on stream {step.stream}, and only gathers may"
+            )
         if again and k not in self._at:
             self.note("impure-recompute", i, (op.name,), f"{place_of(op)} is recomputed but has not run yet")
             return self.live

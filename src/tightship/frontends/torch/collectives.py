@@ -13,7 +13,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -22,8 +22,8 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_distributed
 
 __all__ = [
-    "Collective", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages", "reduced",
-    "running", "scattered_means", "sending", "share", "summed", "unsent",
+    "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages",
+    "reduced", "running", "scattered_means", "sending", "share", "summed", "unsent",
 ]  # fmt: skip
 
 Waiting = Callable[[Any], None]
@@ -86,20 +86,28 @@ def unsent() -> Iterator[None]:
 
 def running(tensors: Sequence[Any], send: Callable[[Any], Any]) -> None:
     """Sends each of the tensors, changed in place, by ``send(alias)``, which returns a work, and waits for all."""
-    if not _state.sends:
-        return
-    held = [*tensors]
-    works = [work for t in tensors if (work := send(_alias(t))) is not None]
-    try:
-        for work in works:
+    Sent(tensors, send).result()
+
+
+class Sent:
+    """What is being sent: each of the tensors, changed in place, by ``send(alias)``, which returns a work."""
+
+    def __init__(self, tensors: Sequence[Any], send: Callable[[Any], Any]) -> None:
+        self._held = [*tensors]  # is written to until all works have ended, whatever becomes of the step
+        sent = (send(_alias(t)) for t in tensors) if _state.sends else ()
+        _in_flight.add(self)
+        self._works = [work for work in sent if work is not None]
+
+    def result(self) -> None:
+        """Waits for all."""
+        for work in self._works:
             _state.wait(work)
-    except BaseException:
-        _unfinished.append((works, held))  # may still be written to
-        raise
+        _in_flight.discard(self)
+        self._held, self._works = [], []
 
 
-_unfinished: list[Any] = []
-"""Works that were not waited for to their end, with the memory that they write to."""
+_in_flight: set[Sent] = set()
+"""What has not been waited for to its end."""
 
 
 def _alias(tensor: Any) -> Any:
@@ -148,24 +156,43 @@ class Collective:
         with torch.no_grad():
             return getattr(self, "_" + self.name.removesuffix("_"))(*args, **kwargs)
 
+    def begun(self, *args: Any) -> tuple[Any, Sent]:
+        """The result before it is there, and what waits until it is. Raises ``Unsupported`` for other ops than the
+        gather of one tensor."""
+        if self.name != "all_gather_into_tensor":
+            raise Unsupported(
+                f"{self} beside other ops", "only gathers of one tensor are begun ahead", "wait for it"
+            )
+        with torch.no_grad():
+            x, size, group = args
+            out = self._gathered_into(x, size)
+            return out, self._sent_parts(self._own_part_in(out, x, size, group), group)
+
     # --- each of them ---
 
     def _all_gather_into_tensor(self, x: Any, size: int, group: Any) -> Any:
-        out = x.new_empty((x.shape[0] * size if x.dim() else size, *x.shape[1:]))
-        return self._all_gather_into_tensor_out(x, size, group, out=out)
+        return self._all_gather_into_tensor_out(x, size, group, out=self._gathered_into(x, size))
+
+    @staticmethod
+    def _gathered_into(x: Any, size: int) -> Any:
+        return x.new_empty((x.shape[0] * size if x.dim() else size, *x.shape[1:]))
 
     def _all_gather_into_tensor_out(self, x: Any, size: int, group: Any, *, out: Any) -> Any:
-        group = resolved(group)
-        parts, own = out.chunk(size), dist.get_rank(group)
-        parts[own].copy_(x.view(parts[own].shape) if x.is_contiguous() else x.reshape(parts[own].shape))
-        self._filled(parts, group)
+        self._sent_parts(self._own_part_in(out, x, size, group), group).result()
         return out
 
-    def _filled(self, parts: Sequence[Any], group: Any) -> None:
+    @staticmethod
+    def _own_part_in(out: Any, x: Any, size: int, group: Any) -> Sequence[Any]:
+        parts, own = out.chunk(size), dist.get_rank(resolved(group))
+        parts[own].copy_(x.view(parts[own].shape) if x.is_contiguous() else x.reshape(parts[own].shape))
+        return parts  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _sent_parts(parts: Sequence[Any], group: Any) -> Sent:
         """Each rank's part, in place, as that rank has it."""
         group = resolved(group)
         ranks = iter(dist.get_process_group_ranks(group))
-        running(parts, lambda t: dist.broadcast(t, next(ranks), group=group, async_op=True))
+        return Sent(parts, lambda t: dist.broadcast(t, next(ranks), group=group, async_op=True))
 
     def _all_gather_into_tensor_coalesced(self, xs: Sequence[Any], size: int, group: Any) -> list[Any]:
         outs = [x.new_empty((x.shape[0] * size if x.dim() else size, *x.shape[1:])) for x in xs]
@@ -173,7 +200,7 @@ class Collective:
         row = xs[0].new_empty(size * sum(counts))
         parts = row.chunk(size)
         torch.cat([x.reshape(-1) for x in xs], out=parts[dist.get_rank(resolved(group))])
-        self._filled(parts, group)
+        self._sent_parts(parts, group).result()
         for out, part in zip(outs, row.view(size, -1).split(counts, 1), strict=True):
             out.view(size, -1).copy_(part)
         return outs
@@ -232,12 +259,11 @@ class Collective:
 
     # --- what planning asks ---
 
-    def describe(self, args: Sequence[Any], metadata: Callable[[Any], Any]) -> str:
-        """What all ranks of its group must agree on: what it is, among whom, with how many bytes. ``metadata`` is
-        called with each argument that stands for a tensor."""
-        group = self.group(args)
+    def describe(self, args: Sequence[Any], metadata: Callable[[Any], Any], among: object) -> str:
+        """What all ranks of its group must agree on: what it is, ``among`` whom, with how many bytes. ``metadata``
+        is called with each argument that stands for a tensor."""
         rest = [metadata(a) for a in args[:-1]]
-        return f"{self.name}{rest} among {group}"
+        return f"{self.name}{rest} among {among}"
 
     def group(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The ranks that take part."""
@@ -295,9 +321,24 @@ def share(gradient: torch.Tensor, *, own: bool) -> torch.Tensor:
     return gradient.mul_(factor) if own and compat.is_dense(gradient) else gradient.mul(factor)
 
 
-def reduced(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums of tensors over all ranks, in place and by one message."""
-    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+class Division(NamedTuple):
+    """Among whom tensors are divided: by name, the ``group`` of which each rank has one of ``size`` parts, this one
+    part ``rank``; and the group of the ranks that have this part, too, if there are several."""
+
+    group: str
+    rank: int
+    size: int
+    copies: str | None = None
+    replicas: int = 1
+
+    @staticmethod
+    def of_all() -> Division:
+        return Division(dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size())
+
+
+def reduced(parts: Sequence[torch.Tensor], group: str | None = None) -> list[torch.Tensor]:
+    """The sums of tensors over all ranks, or those of a group, in place and by one message."""
+    ops, name = torch.ops._c10d_functional, group or dist.group.WORLD.group_name
     if len(parts) == 1:
         return [_waited(ops.all_reduce_, parts[0], "sum", name)]
     made: list[torch.Tensor] = _waited(ops.all_reduce_coalesced_, list(parts), "sum", name)
@@ -323,9 +364,9 @@ def average_now(gradients: Sequence[torch.Tensor]) -> None:
                 g.copy_(mean)
 
 
-def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """In place and over all ranks."""
-    return reduced([tensor])[0]
+def summed(tensor: torch.Tensor, group: str | None = None) -> torch.Tensor:
+    """In place and over all ranks, or those of a group."""
+    return reduced([tensor], group)[0]
 
 
 def broadcast(tensor: torch.Tensor) -> None:
@@ -333,29 +374,34 @@ def broadcast(tensor: torch.Tensor) -> None:
     collective(torch.ops._c10d_functional.broadcast_.default)(tensor, 0, dist.group.WORLD)
 
 
-def gathered(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def gathered(parts: Sequence[torch.Tensor], among: Division) -> list[torch.Tensor]:
     """Of each tensor the parts of all ranks, one after the other along the first dimension; by one message."""
-    ops, world, size = torch.ops._c10d_functional, dist.group.WORLD, dist.get_world_size()
+    ops, name, size = torch.ops._c10d_functional, among.group, among.size
     given = [part.contiguous() for part in parts]
     if len(given) == 1:
-        return [_waited(ops.all_gather_into_tensor, given[0], size, world.group_name)]
-    made: list[torch.Tensor] = _waited(ops.all_gather_into_tensor_coalesced, given, size, world.group_name)
+        return [_waited(ops.all_gather_into_tensor, given[0], size, name)]
+    made: list[torch.Tensor] = _waited(ops.all_gather_into_tensor_coalesced, given, size, name)
     return made
 
 
-def scattered_means(gradients: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
+def scattered_means(
+    gradients: Sequence[torch.Tensor], rows: Sequence[int], among: Division
+) -> list[torch.Tensor]:
     """This rank's ``rows`` of the mean of each gradient over all ranks, filled up with zeros at its end; by one
-    message."""
-    ops, world, size = torch.ops._c10d_functional, dist.group.WORLD, dist.get_world_size()
+    message, and one more where several ranks have the same rows."""
+    made = _scattered(gradients, rows, among)
+    return made if among.copies is None else reduced(made, among.copies)
+
+
+def _scattered(gradients: Sequence[torch.Tensor], rows: Sequence[int], among: Division) -> list[torch.Tensor]:
+    ops, name, size = torch.ops._c10d_functional, among.group, among.size
     given = []
     for gradient, own in zip(gradients, rows, strict=True):
-        mean = gradient.mul(1.0 / size).contiguous()
+        mean = gradient.mul(1.0 / (size * among.replicas)).contiguous()
         if mean.shape[0] != own * size:
             mean = torch.cat([mean, mean.new_zeros((own * size - mean.shape[0], *mean.shape[1:]))])
         given.append(mean)
     if len(given) == 1:
-        return [_waited(ops.reduce_scatter_tensor, given[0], "sum", size, world.group_name)]
-    made: list[torch.Tensor] = _waited(
-        ops.reduce_scatter_tensor_coalesced, given, "sum", size, world.group_name
-    )
+        return [_waited(ops.reduce_scatter_tensor, given[0], "sum", size, name)]
+    made: list[torch.Tensor] = _waited(ops.reduce_scatter_tensor_coalesced, given, "sum", size, name)
     return made

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +44,16 @@ def process_group(name: str) -> Any:
 def process_groups_store() -> Any:
     """The key-value store that the default process group was made with, which all ranks reach."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def store_of_launcher() -> bool:
+    """Whether torchrun has the store that ranks meet in, and not one of them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """How long collectives of a group may take."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def is_wait(fn: Any) -> bool:
@@ -138,10 +150,36 @@ def distributed_by(model: torch.nn.Module) -> str:
     return "DTensor" if "DTensor" in tensors else ""
 
 
+def dividing_groups(mesh: Any, placements: Any) -> tuple[str, ...]:
+    """Names of the groups whose ranks have different parts of a DTensor."""
+    return tuple(mesh.get_group(k).group_name for k, x in enumerate(placements) if x.is_shard())
+
+
+class Layout(NamedTuple):
+    """How a DTensor lies, without one."""
+
+    device_mesh: Any
+    placements: Any
+    shape: torch.Size
+    strides: tuple[int, ...]
+    local: torch.Size
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+
+def local_shape(t: Any) -> torch.Size:
+    """Of this rank's part of a DTensor."""
+    return t.local if isinstance(t, Layout) else torch.Size(t.to_local().shape)
+
+
 class FullySharded(NamedTuple):
     """A parameter that ``fully_shard`` has sharded: this rank's part, filled up to the size of the largest."""
 
     parameter: Any  # a DTensor
+    gathered: torch.Size  # of what is gathered
+    among: tuple[str, int, int, str | None, int]
+    within: Layout | None  # of which what is gathered is a part, by tensor parallelism
     part: torch.Tensor
     places: tuple[tuple[torch.nn.Module, str], ...]
     dtype: torch.dtype | None  # that it is gathered in, where that is another one
@@ -158,6 +196,7 @@ def _fully_shard_states(model: torch.nn.Module) -> list[tuple[torch.nn.Module, A
 def fully_shard_options(model: torch.nn.Module) -> list[str]:
     """What of ``fully_shard`` changes numbers or places of a model's parameters, beside dividing their rows."""
     options: dict[str, None] = {}
+    sizes: set[int] = set()
     for _, state in _fully_shard_states(model):
         for group in state._fsdp_param_groups:
             if type(group.offload_policy).__name__ != "OffloadPolicy":
@@ -169,13 +208,27 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
             if not (group.reduce_grads and group.all_reduce_grads):
                 options["set_requires_gradient_sync(False)"] = None
             for one in group.fsdp_params:
-                placements = getattr(one.sharded_param, "placements", ())
-                mesh = getattr(one.sharded_param, "device_mesh", None)
-                if [getattr(x, "dim", None) for x in placements] != [0]:
-                    options[f"placements {tuple(placements)}"] = None
-                elif mesh is None or mesh.size() != world_size():
-                    options[f"a mesh of {mesh.size() if mesh is not None else 0} ranks"] = None
+                if one.fsdp_placement.dim != 0:
+                    options[f"placements {tuple(one.sharded_param.placements)}"] = None
+                elif one.mesh_info.shard_mesh_dim is None:
+                    options["a mesh that has nothing but replicas"] = None
+                elif one.mesh_info.is_spmd_mesh:
+                    options["dp_mesh_dims"] = None
+                sizes.add(one.sharded_param.device_mesh.size())
+    if sizes and max(sizes) != world_size():
+        options[f"a mesh of {max(sizes)} of {world_size()} ranks"] = None
     return list(options)
+
+
+def left_out(model: torch.nn.Module) -> list[str]:
+    """Names of parameters that are trained, or are DTensors, and that ``fully_shard`` has not sharded."""
+    states = _fully_shard_states(model)
+    done = {id(p.sharded_param) for _, s in states for g in s._fsdp_param_groups for p in g.fsdp_params}
+    return [
+        n
+        for n, p in model.named_parameters()
+        if id(p) not in done and (p.requires_grad or is_distributed(type(p.data)))
+    ]
 
 
 def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
@@ -189,10 +242,23 @@ def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
             places += zip(info.shared_modules, info.shared_param_names, strict=True)
             part = one._sharded_param_data.detach().view(one.padded_sharded_param_size)
             one.init_dtype_attrs(one.mp_policy)  # as its first forward pass does
+            among, spec = _division(one.mesh_info), one._unsharded_dtensor_spec
+            within = spec and Layout(spec.mesh, spec.placements, spec.shape, spec.stride, one._orig_size)
             rows.append(
-                FullySharded(one.sharded_param, part, tuple(places), one.param_dtype, one.reduce_dtype)
-            )
+                FullySharded(
+                    one.sharded_param, one._orig_size, among, within, part, tuple(places), one.param_dtype,
+                    one.reduce_dtype,
+                )
+            )  # fmt: skip
     return rows
+
+
+def _division(info: Any) -> tuple[str, int, int, str | None, int]:
+    """The group that has a parameter's parts, this rank among them, how many; the group with the same part, and of
+    how many ranks."""
+    replicas = info.mesh.size(info.replicate_mesh_dim) if info.replicate_mesh_dim is not None else 1
+    copies = info.replicate_process_group.group_name if replicas > 1 else None
+    return info.shard_process_group.group_name, info.shard_mesh_rank, info.shard_mesh_size, copies, replicas
 
 
 def fully_shard_casts(
