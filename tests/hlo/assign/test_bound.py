@@ -7,8 +7,7 @@ from tightship.baselines import xla_assign
 from tightship.hlo import parse
 from tightship.hlo.alias import Sharing
 from tightship.hlo.assign import tight
-from tightship.hlo.assign.bound import _room
-from tightship.hlo.assign.heap import join_in_place, replay
+from tightship.hlo.assign.heap import _room, join_in_place, replay
 from tightship.hlo.liveness import live_ranges
 
 HEAD = "HloModule m, is_scheduled=true"
