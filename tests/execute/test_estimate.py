@@ -470,6 +470,10 @@ class Moves(nn.Module):
 
 def moves():
     return Moves(), torch.randn(3)
+
+
+def large():
+    return nn.Linear(1 << 16, 1 << 16, device="meta"), torch.empty(1, 1 << 16, device="meta")
 """
 
 
@@ -502,6 +506,19 @@ def test_the_verb_answers_people(source: str, capsys: pytest.CaptureFixture[str]
     assert status == 1 and "does NOT fit" in text and "optimizer state" in text
     status, text, _ = run("estimate", f"{source}:step", "--device", "t4", capsys=capsys)
     assert status == 0 and "fits" in text and "assumed" in text
+
+
+def test_a_device_that_is_too_small_is_a_budget_that_is_not_met(
+    source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text, _ = run("estimate", f"{source}:large", "--device", "t4", capsys=capsys)
+    assert status == 1 and "does NOT fit 15.00 GiB" in text
+    status, rows = as_json("estimate", f"{source}:large", "--device", "t4", capsys=capsys)
+    assert status == 1 and rows["fits"] is False
+    status, text, _ = run("estimate", f"{source}:large", "--device", "t4", "--fits", "24GiB", capsys=capsys)
+    assert status == 0 and "NOT" not in text
+    status, text, _ = run("estimate", f"{source}:large", capsys=capsys)
+    assert status == 0 and "fit" not in text
 
 
 @pytest.mark.parametrize(
