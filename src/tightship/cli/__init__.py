@@ -229,7 +229,7 @@ _VERBS = {
     "verify": _Verb(
         "exit 0 only if nothing is wrong; say what is wrong and where",
         "cli.verbs:verify",
-        ("plan|packed", "capacity", "pool", "heap", "checked source", *_MODEL),
+        ("plan|packed", "capacity", "pool", "bank", "heap", "checked source", *_MODEL),
     ),
     "assign": _Verb(
         "aliasing, liveness and buffer assignment of a scheduled HLO module",

@@ -86,9 +86,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     rows = answer.rows() | {"interrupted": interrupted}
     text: list[RenderableType] = [str(answer)]
     if out.reads:
-        from tightship.report.text import plan_chart
+        from tightship.report.numbers import module_costs
+        from tightship.report.text import module_tables, plan_chart
 
         text += plan_chart(answer.graph, answer.plan)
+        if costs := module_costs(answer.graph, answer.plan.steps):
+            text += ["", *module_tables(costs, top=8)]
     text.append("")
     if interrupted:
         text.append("interrupted: this is the best that was found so far")

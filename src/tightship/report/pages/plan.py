@@ -219,7 +219,7 @@ _COSTS = 200
 
 def modules(graph: Graph, plan: Plan) -> list[Section]:
     """What each module costs, with all that is inside it; nothing where no op has a module."""
-    costs = module_costs(graph, plan)
+    costs = module_costs(graph, plan.steps)
     if not costs:
         return []
     most = sorted(costs, key=lambda c: (-c.share, -c.recomputed - c.offloaded, c.module))[:_COSTS]

@@ -21,7 +21,7 @@ from tightship.errors import CheckFailed, Unplannable, Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.assertions import answer_without_error
 from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape, TapeValue
-from tightship.frontends.torch.program import Ref, evaluate, refs_in, substitute
+from tightship.frontends.torch.program import Ref, derive, evaluate, refs_in, substitute
 
 __all__ = [
     "READS_DATA",
@@ -428,7 +428,7 @@ class Questions:
         *, requests: bool = False,
     ) -> Any:  # fmt: skip
         counters = [self._counters.get(self._state(self._tape.storage(v))) for v in wanted]
-        if None not in counters:
+        if counters and None not in counters:
             return self._of_counters([c for c in counters if c is not None], fn, wanted, finish, origin)
         ask, asked, calls, drawn = self._question(wanted, finish, fn, origin)
         with compat.without_modes():
