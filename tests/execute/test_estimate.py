@@ -23,7 +23,7 @@ from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture import data_guards
 from tightship.frontends.torch.structure import tensor_leaves
 from tightship.graph import aligned
-from tightship.report.text import module_tables, rendered
+from tightship.report.text import rendered, share_tables
 
 PARTS = (
     "parameters", "buffers", "batch", "gradients", "optimizer_state", "activations", "temporaries", "constants",
@@ -541,8 +541,10 @@ def test_tables_of_modules_fit_the_terminal(width: int) -> None:
 
     model = Model()
     found = estimate(model, torch.randn(4, 8), torch.optim.AdamW(model.parameters()), lambda m, x: m(x).sum())
-    text = rendered(module_tables(found.modules), width)
+    text = rendered(share_tables(found, 10), width)
     assert max(map(len, text.splitlines())) <= width
+    assert "parameters" in text.split("\n", 1)[0]  # there is room for more than the share
+    assert all("share" in line for line in text.splitlines() if "bytes" in line)
     assert "(all)" in text and "*" in text and "blocks.1" not in text
 
 

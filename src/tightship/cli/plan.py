@@ -41,6 +41,11 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         return max_batch(chosen, out)
     if chosen.batch_dim is not None:
         raise BadInput("--batch-dim requires --max-batch")
+    if chosen.what_if is not None:
+        if chosen.report is None or chosen.planner is not None or is_module(chosen.source):
+            raise BadInput("--what-if requires --report, and no --planner and no module.txt")
+        if not 1 <= chosen.what_if <= MOST:
+            raise BadInput(f"--what-if is {chosen.what_if}: a frontier has 1 to {MOST}")
     if is_module(chosen.source):
         from tightship.cli.hlo import plan_module
 
@@ -102,6 +107,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         text.append(f"without recomputation no order needs less than {format_bytes(least)}")
     short = _banked(answer, chosen, files, rows, text) if chosen.bank else False
     must = chosen.optimize == "none" or answer.plan.budget is not None
+    if chosen.what_if is not None and not interrupted:
+        beside = FrontierRequest(
+            original.graph, chosen.what_if, original.program, False, options, original.step
+        )
+        with Line(out.live, "planning for other budgets") as line:
+            answer = replace(answer, frontier=beside.solve(lambda text: line.say(text, always=True)))
     writing = _Writing(
         answer.plan, source.graph, source, chosen.copies, chosen.offline_plan, original, chosen.inputs, must
     )
@@ -219,6 +230,7 @@ def max_batch(chosen: argparse.Namespace, out: Output) -> int:
     for given, fault in (
         (chosen.budget is None, "--max-batch requires --budget"),
         (chosen.write is not None, "--write does not go with --max-batch"),
+        (chosen.what_if is not None, "--what-if does not go with --max-batch"),
         (dim < 0, f"--batch-dim is {dim}: dimensions are numbered from 0"),
     ):
         if given:

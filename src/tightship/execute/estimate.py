@@ -489,8 +489,10 @@ def _modules(count: Counter[tuple[str, str]], peak: int) -> tuple[ModuleBytes, .
     for (module, what), nbytes in count.items():
         if what not in ("batch", "constants"):
             sums.add(module, _COLUMNS.get(what, 3), nbytes)
-    rows = ((name, [int(n) for n in nbytes]) for name, nbytes in sums)
-    return tuple(ModuleBytes(name, *n, sum(n) / max(peak, 1)) for name, n in rows)
+    return tuple(
+        ModuleBytes(name, int(p), int(g), int(o), int(a), (p + g + o + a) / max(peak, 1))
+        for name, (p, g, o, a) in sums
+    )
 
 
 # --- what would make it fit ---

@@ -81,10 +81,8 @@ def module_tables(costs: Sequence[Any], top: int = 10) -> list[RenderableType]:
     kept = set(ranked[:top])
     used = [name for name in names if any(row[name] for row in sums.values())]
     tables = []
-    for shown_names in (used, used[:2], []):
-        table = new_table(
-            ("module, with all inside it", 16, None), *(_COSTS[n] for n in shown_names), "of the peak"
-        )
+    for shown_names in (used[:k] for k in range(len(used), -1, -1)):
+        table = new_table(("module, all inside", 16, None), *(_COSTS[n] for n in shown_names), "share")
         for module, row in sums.items():
             if module in kept:
                 said = [_amount(n, row[n]) for n in shown_names]
@@ -111,8 +109,8 @@ _COSTS = {
 def share_tables(answer: Any, top: int) -> list[RenderableType]:
     """Who makes up an estimate's peak, by module and by line, the ``top`` largest each."""
     tables = module_tables(answer.modules, top)
-    for heading, shares in (("what there is most of", answer.by_module), ("line", answer.by_line)):
-        table = new_table((heading, 20, None), ("what", 11, None), "bytes", "of the peak")
+    for heading, shares in (("largest in module", answer.by_module), ("line", answer.by_line)):
+        table = new_table((heading, 17, None), ("what", 11, None), "bytes", "share")
         for s in shares[:top]:
             of_peak = f"{s.nbytes / max(answer.peak, 1):.0%}"
             table.add_row(s.place or "(none)", s.what.replace("_", " "), format_bytes(s.nbytes), of_peak)
