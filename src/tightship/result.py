@@ -47,6 +47,8 @@ class Planned(_Printed):
     graph: Graph
     batches: tuple[BatchSize, ...] = field(default=(), kw_only=True)
     """What was looked at to find the largest batch."""
+    frontier: frontier.Frontier | None = field(default=None, kw_only=True)
+    """Plans for other budgets, for the page."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -103,7 +105,7 @@ class Planned(_Printed):
         """One HTML page with everything on it: works offline, needs nothing beside it."""
         from tightship.report.pages.plan import plan_page
 
-        page = plan_page(self.graph, self.plan, title=title, batches=self.batches)
+        page = plan_page(self.graph, self.plan, title=title, batches=self.batches, frontier=self.frontier)
         write_file(path, page.encode())
 
     def arena_header(self, path: PathLike, *, title: str = "") -> None:

@@ -20,8 +20,10 @@ from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
 from tightship.execute.estimate import DEVICES, blocks, estimate, with_batch
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.capture import data_guards
 from tightship.frontends.torch.structure import tensor_leaves
 from tightship.graph import aligned
+from tightship.report.text import rendered, share_tables
 
 PARTS = (
     "parameters", "buffers", "batch", "gradients", "optimizer_state", "activations", "temporaries", "constants",
@@ -470,6 +472,10 @@ class Moves(nn.Module):
 
 def moves():
     return Moves(), torch.randn(3)
+
+
+def large():
+    return nn.Linear(1 << 16, 1 << 16, device="meta"), torch.empty(1, 1 << 16, device="meta")
 """
 
 
@@ -502,6 +508,79 @@ def test_the_verb_answers_people(source: str, capsys: pytest.CaptureFixture[str]
     assert status == 1 and "does NOT fit" in text and "optimizer state" in text
     status, text, _ = run("estimate", f"{source}:step", "--device", "t4", capsys=capsys)
     assert status == 0 and "fits" in text and "assumed" in text
+
+
+def test_modules_have_every_byte_of_the_model_s_and_hold_what_is_inside_them() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.ReLU(), nn.Linear(16, 4)))
+    batch = (torch.randn(4, 8), torch.randint(4, (4,)))
+    found = estimate(
+        model, batch, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), device="h100"
+    )
+    rows = {m.module: m for m in found.modules}
+    everything = rows[""]
+    assert everything.parameters == found.parameters + found.buffers
+    assert everything.gradients == found.gradients and everything.optimizer_state == found.optimizer_state > 0
+    assert everything.activations == found.activations + found.temporaries
+    assert everything.share == (found.peak - found.batch - found.constants) / found.peak
+    assert rows["1"].parameters == rows["1.1"].parameters > 0 < rows["1"].optimizer_state
+    assert everything.parameters == rows["0"].parameters + rows["1"].parameters
+    assert list(rows) == ["", "0", "1", *(m for m in rows if m.startswith("1."))]
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_tables_of_modules_fit_the_terminal(width: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a_rather_long_name_of_a_list_of_blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for m in self.a_rather_long_name_of_a_list_of_blocks:
+                x = m(x).relu()
+            return x
+
+    model = Model()
+    found = estimate(model, torch.randn(4, 8), torch.optim.AdamW(model.parameters()), lambda m, x: m(x).sum())
+    text = rendered(share_tables(found, 10), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert width == 60 or "parameters" in text.split("\n", 1)[0]  # there is room for more than the share
+    assert all("share" in line for line in text.splitlines() if "bytes" in line)
+    assert "(all)" in text and "*" in text and "blocks.1" not in text
+
+
+def test_counters_of_parameters_are_evaluated_once_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every counter's number is asked for by itself, and one op counts all of them: each question alone would run
+    the counts of all parameters again."""
+    evaluated = []
+
+    def counted(records: list[Any], *others: Any) -> Any:
+        evaluated.append(len(records))
+        return evaluate(records, *others)
+
+    evaluate = data_guards.evaluate
+    monkeypatch.setattr(data_guards, "evaluate", counted)
+    sums = []
+    for count in (4, 16):
+        evaluated.clear()
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+        estimate(
+            model, torch.randn(2, 4), torch.optim.AdamW(model.parameters()), lambda m, x: m(x).sum(), "h100"
+        )
+        sums.append(sum(evaluated))
+    assert 0 < sums[1] <= 4 * sums[0]
+
+
+def test_a_device_that_is_too_small_is_a_budget_that_is_not_met(
+    source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text, _ = run("estimate", f"{source}:large", "--device", "t4", capsys=capsys)
+    assert status == 1 and "does NOT fit 15.00 GiB" in text
+    status, rows = as_json("estimate", f"{source}:large", "--device", "t4", capsys=capsys)
+    assert status == 1 and rows["fits"] is False
+    status, text, _ = run("estimate", f"{source}:large", "--device", "t4", "--fits", "24GiB", capsys=capsys)
+    assert status == 0 and "NOT" not in text
+    status, text, _ = run("estimate", f"{source}:large", capsys=capsys)
+    assert status == 0 and "fit" not in text
 
 
 @pytest.mark.parametrize(

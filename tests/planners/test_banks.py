@@ -198,6 +198,11 @@ def test_a_problem_is_packed_into_banks_and_verified(tmp_path, monkeypatch, caps
     assert (status, rows["cost"], rows["cost_optimal"]) == (0, 20 + 7 + 4 * 5, True)
     status, rows = as_json("verify", "out.csv", "--pool", "fast=10", "--pool", "slow", capsys=capsys)
     assert (status, rows["violations"]) == (0, [])
+    status, of_banks = as_json("verify", "out.csv", *banks, capsys=capsys)
+    assert status == 0 and of_banks["violations"] == [] and of_banks["arena"] == rows["arena"]
+    status, less = as_json("verify", "out.csv", "--bank", "fast=9", "--bank", "slow", capsys=capsys)
+    assert status == 1 and less["violations"]
+    assert run("verify", "out.csv", *banks, "--pool", "fast", capsys=capsys)[0] == 2
     status, _ = as_json(
         "pack", "p.csv", "--bank", "fast=10", "--bank", "slow=4", "-o", "no.csv", capsys=capsys
     )

@@ -342,6 +342,29 @@ def test_without_a_script_there_are_tables(choices, browser) -> None:
     assert "__" not in text
 
 
+def test_a_plan_s_page_has_a_slider_over_other_budgets(tmp_path, graph_file, opened, capsys) -> None:
+    file = tmp_path / "plan.html"
+    given = ["plan", str(graph_file), "--budget", "70%", "--work", "100000", "--report", str(file), "--json"]
+    assert main([*given, "--what-if", "3"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    page = opened(file)
+    slider = page.page.get_by_label("Plan, from the least memory")
+    captions = page.page.locator("section[id^=memory] figcaption")
+    own = captions.nth(1).text_content()
+    first = captions.nth(3).text_content()
+    slider.press("End")
+    assert captions.nth(3).text_content() != first
+    assert captions.nth(1).text_content() == own and own.endswith(f"peak {format_bytes(rows['peak_after'])}")
+    for width in (400, 900, 1400):
+        page.page.set_viewport_size({"width": width, "height": 900})
+        page.page.wait_for_timeout(50)
+        assert page.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.faults == []
+    for more in (["--what-if", "0"], ["--what-if", "3", "--max-batch"]):
+        assert main([*given, *more]) == 2
+    assert main(["plan", str(graph_file), "--what-if", "3"]) == 2
+
+
 def test_modules_are_sorted_by_the_column_chosen(tmp_path, opened) -> None:
     graph = chain(6, 1 << 20)
     hostile = "</script><b>\u202egood"

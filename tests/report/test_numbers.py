@@ -91,7 +91,7 @@ def test_modules_cost_what_the_plan_spends_in_them_with_all_that_is_inside() -> 
     graph = chain(12, 1 << 10)
     ops = tuple(replace(op, module=f"blocks.{k % 12}.mlp") for k, op in enumerate(graph.ops))
     made = api.plan_graph(replace(graph, ops=ops), "60%", place=False, seconds=0.5)
-    rows = {c.module: c for c in module_costs(made.graph, made.plan)}
+    rows = {c.module: c for c in module_costs(made.graph, made.plan.steps)}
     inside = [c for name, c in rows.items() if name.endswith(".mlp")]
     assert list(rows) == ["", "blocks", *(n for k in range(12) for n in (f"blocks.{k}", f"blocks.{k}.mlp"))]
     again = [s for s in made.plan.steps if s.kind == "recompute"]
@@ -99,4 +99,4 @@ def test_modules_cost_what_the_plan_spends_in_them_with_all_that_is_inside() -> 
     assert rows[""].seconds == sum(c.seconds for c in inside) == len(again)
     caller = made.graph.storages[0].size
     assert rows[""].activations == sum(c.activations for c in inside) == made.plan.peak - caller
-    assert module_costs(graph, made.plan) == []
+    assert module_costs(graph, made.plan.steps) == []

@@ -8,7 +8,7 @@ names at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tightship.analysis.order import once
 from tightship.graph import Graph
 
-__all__ = ["block_of", "colors", "layer", "pattern", "role", "without_numbers"]
+__all__ = ["ModuleSums", "block_of", "colors", "layer", "of_any_layer", "pattern", "role", "without_numbers"]
 
 _NUMBER = re.compile(r"\d+")
 _NUMBERED = re.compile(r"\.\d+(?=\.|$)")
@@ -34,6 +34,36 @@ def role(graph: Graph, op: int) -> str:
 def without_numbers(module: str) -> str:
     """A module path with ``#`` in place of each number."""
     return _NUMBER.sub("#", module)
+
+
+def of_any_layer(module: str) -> str:
+    """A module path with ``*`` in place of its first number: modules of a list have one name (``layers.*.mlp``)."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module, count=1)
+
+
+class ModuleSums:
+    """Amounts of modules in ``columns`` columns, each module with all that is inside it; the whole is the empty
+    path."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._sums: dict[str, list[float]] = {}
+
+    def add(self, module: str, column: int, amount: float) -> None:
+        """Adds to a module and to those that it is in. Paths are as in ``named_modules``."""
+        parts = module.split(".") if module else []
+        for k in range(len(parts) + 1):
+            self._sums.setdefault(".".join(parts[:k]), [0] * self._columns)[column] += amount
+
+    def __iter__(self) -> Iterator[tuple[str, list[float]]]:
+        """Each module after the one that it is in; numbers as numbers, whatever their length."""
+        return iter(sorted(self._sums.items(), key=lambda item: _path(item[0])))
+
+
+def _path(module: str) -> list[tuple[bool, int, str]]:
+    return (
+        [(not p.isdecimal(), len(p) if p.isdecimal() else 0, p) for p in module.split(".")] if module else []
+    )
 
 
 def layer(graph: Graph, op: int) -> str:

@@ -99,6 +99,8 @@ _ARGUMENTS = {
     "capacity": _argument("--capacity -c", "B", "bytes, with or without a unit, that have to do"),
     "pool": _argument("--pool", "NAME[=B]", "a pool, the first one being tried first, and the bytes it has (may be "
         "given several times)", action="append", default=[]),
+    "what-if": _argument("--what-if", "N", "plan for N other budgets, too: a slider in the page of --report",
+        type=int),
     "bank": _argument("--bank", "NAME[=B][@SPEED]", "a memory bank in spill order, its bytes and bytes per unit of "
         "time (may be given several times): buffers lie where their traffic costs least (default: each half as fast "
         "as the one before)", action="append", default=[]),
@@ -170,6 +172,7 @@ _PLAN = (
     "output",
     "picture",
     "report",
+    "what-if",
     "arena header",
     "bank",
     "trace",
@@ -229,7 +232,7 @@ _VERBS = {
     "verify": _Verb(
         "exit 0 only if nothing is wrong; say what is wrong and where",
         "cli.verbs:verify",
-        ("plan|packed", "capacity", "pool", "heap", "checked source", *_MODEL),
+        ("plan|packed", "capacity", "pool", "bank", "heap", "checked source", *_MODEL),
     ),
     "assign": _Verb(
         "aliasing, liveness and buffer assignment of a scheduled HLO module",

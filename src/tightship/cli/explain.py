@@ -16,9 +16,9 @@ from tightship.errors import BadInput, Infeasible
 from tightship.frontends.memory_snapshot import is_snapshot
 from tightship.options import given_options, model_options
 from tightship.report.decisions import why_tables
-from tightship.report.numbers import makers, peak_of
+from tightship.report.numbers import makers, module_costs, peak_of
 from tightship.report.progress import Line
-from tightship.report.text import change_lines, peak_lines, peak_tables
+from tightship.report.text import change_lines, module_tables, peak_lines, peak_tables
 from tightship.result import Planned
 from tightship.simulate import baseline, replay
 
@@ -67,6 +67,8 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
     rows: dict[str, object] = {"graph": graph.name, "static": graph.static_bytes, "before": before.as_dict()}
     rows["makers"] = [asdict(m) for m in makers(graph, steps, line)]
     rows["changes"] = [asdict(c) for c in cheapest]
+    costs = module_costs(graph, steps if planned is None else planned.steps)
+    rows["modules"] = [asdict(c) for c in costs]
     text: list[RenderableType] = ["\n".join(peak_lines(graph, steps)), ""]
     text += ["\n".join(change_lines(cheapest, line)), ""]
     text += peak_tables(before, title="Peak before planning", top=chosen.top)
@@ -77,6 +79,9 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
         rows["planned_makers"] = [asdict(m) for m in of_plan]
         text[2:2] = ["\n".join(["With the plan:", *peak_lines(graph, planned.steps)]), ""]
         text += ["", *peak_tables(after, title="Peak of the plan", top=chosen.top), "", str(answer)]
+    if costs:
+        of = "before planning" if planned is None else "with the plan"
+        text += ["", f"What each module costs {of}:", "", *module_tables(costs, chosen.top)]
     if failure is not None:
         rows["error"] = {"type": type(failure).__name__, "message": str(failure)}
         text += ["", str(failure)]

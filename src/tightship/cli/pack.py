@@ -253,7 +253,7 @@ def _pools_of(chosen: argparse.Namespace, table: Table, capacity: int | None) ->
     given: dict[str, Pool] = {}
     if banks := getattr(chosen, "bank", None):
         for option in ("pool", "heap", "capacity", "baseline"):
-            if getattr(chosen, option):
+            if getattr(chosen, option, None):
                 raise BadInput(f"--{option} does not go with --bank")
         from tightship.planners.banks import parse_banks
 

@@ -41,6 +41,11 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         return max_batch(chosen, out)
     if chosen.batch_dim is not None:
         raise BadInput("--batch-dim requires --max-batch")
+    if chosen.what_if is not None:
+        if chosen.report is None or chosen.planner is not None or is_module(chosen.source):
+            raise BadInput("--what-if requires --report, and no --planner and no module.txt")
+        if not 1 <= chosen.what_if <= MOST:
+            raise BadInput(f"--what-if is {chosen.what_if}: a frontier has 1 to {MOST}")
     if is_module(chosen.source):
         from tightship.cli.hlo import plan_module
 
@@ -86,9 +91,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     rows = answer.rows() | {"interrupted": interrupted}
     text: list[RenderableType] = [str(answer)]
     if out.reads:
-        from tightship.report.text import plan_chart
+        from tightship.report.numbers import module_costs
+        from tightship.report.text import module_tables, plan_chart
 
         text += plan_chart(answer.graph, answer.plan)
+        if costs := module_costs(answer.graph, answer.plan.steps):
+            text += ["", *module_tables(costs, top=8)]
     text.append("")
     if interrupted:
         text.append("interrupted: this is the best that was found so far")
@@ -99,6 +107,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         text.append(f"without recomputation no order needs less than {format_bytes(least)}")
     short = _banked(answer, chosen, files, rows, text) if chosen.bank else False
     must = chosen.optimize == "none" or answer.plan.budget is not None
+    if chosen.what_if is not None and not interrupted:
+        beside = FrontierRequest(
+            original.graph, chosen.what_if, original.program, False, options, original.step
+        )
+        with Line(out.live, "planning for other budgets") as line:
+            answer = replace(answer, frontier=beside.solve(lambda text: line.say(text, always=True)))
     writing = _Writing(
         answer.plan, source.graph, source, chosen.copies, chosen.offline_plan, original, chosen.inputs, must
     )
@@ -216,6 +230,7 @@ def max_batch(chosen: argparse.Namespace, out: Output) -> int:
     for given, fault in (
         (chosen.budget is None, "--max-batch requires --budget"),
         (chosen.write is not None, "--write does not go with --max-batch"),
+        (chosen.what_if is not None, "--what-if does not go with --max-batch"),
         (dim < 0, f"--batch-dim is {dim}: dimensions are numbered from 0"),
     ):
         if given:

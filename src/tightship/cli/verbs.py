@@ -54,7 +54,7 @@ def estimate(chosen: argparse.Namespace, out: Output) -> int:
         rows["remedies"] = [asdict(r) for r in remedies]
         text += ["", remedy_table(remedies)]
     out.answer(rows, text)
-    return 1 if memory is not None and not answer.fits(memory) else 0
+    return 1 if known and not answer.fits(memory) else 0
 
 
 def verify(chosen: argparse.Namespace, out: Output) -> int:
@@ -62,7 +62,7 @@ def verify(chosen: argparse.Namespace, out: Output) -> int:
         from tightship.cli.pack import verify_packing
 
         return verify_packing(chosen, out)
-    for option in ("capacity", "pool", "heap"):
+    for option in ("capacity", "pool", "bank", "heap"):
         if getattr(chosen, option):
             raise BadInput(f"--{option} requires a packing; a plan has its budget", place=chosen.plan)
     source = loaded(chosen.plan, out)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypedDict, Unpack
 
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed_in_backward
 
+from tightship.analysis.structure import ModuleSums, of_any_layer
 from tightship.errors import BadInput, Infeasible, TightshipError
 from tightship.execute import profile
 from tightship.execute.eager_peak import Kernels, Timeline
@@ -39,7 +39,7 @@ from tightship.planners import default
 from tightship.planners.batch import LARGEST
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
-__all__ = ["DEVICES", "Device", "Estimate", "EstimateOptions", "Remedy", "Share", "estimate"]
+__all__ = ["DEVICES", "Device", "Estimate", "EstimateOptions", "ModuleBytes", "Remedy", "Share", "estimate"]
 
 MIB: Final = 1 << 20
 _LOG = logging.getLogger("tightship.estimate")
@@ -92,6 +92,20 @@ class Share:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleBytes:
+    """A module with all that is inside it, in bytes of the peak: its parameters and buffers, their gradients and
+    optimizer state, and what it made (activations and temporaries); ``share`` of the peak. ``module`` is a path as in
+    ``named_modules``; the whole is the empty one."""
+
+    module: str
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    share: float
+
+
 @dataclass(frozen=True)
 class Remedy:
     """What would make it fit: its ``name``, the ``peak`` in bytes that it comes to (with context and libraries),
@@ -131,6 +145,7 @@ class Estimate(Shown):
     phases: Mapping[str, int]
     by_module: tuple[Share, ...]
     by_line: tuple[Share, ...]
+    modules: tuple[ModuleBytes, ...]
     device: Device
     unknown: Mapping[str, int]
     unread: tuple[str, ...]
@@ -203,6 +218,7 @@ class Estimate(Shown):
             "fits": self.fits(memory) if known else None,
         }
         rows |= {"phases": dict(self.phases), "unknown": dict(self.unknown), "unread": list(self.unread)}
+        rows["modules"] = [asdict(m) for m in self.modules]
         for key, shares in (("by_module", self.by_module), ("by_line", self.by_line)):
             rows[key] = [{"place": s.place, "what": s.what, "bytes": s.nbytes} for s in shares]
         return rows
@@ -437,7 +453,7 @@ def _summed(loop: EagerLoop, timeline: Timeline, kernels: Kernels, asked: _Asked
         module = life.origin.module
         if what in ("parameters", "buffers"):
             module = str(loop.tape.storages[s].key).rpartition(".")[0]
-        modules[_pattern(module), what] += size
+        modules[module, what] += size
         if what in ("activations", "temporaries"):
             lines[life.origin.source, what] += size
     parts["temporaries"] += peak.inside
@@ -445,12 +461,16 @@ def _summed(loop: EagerLoop, timeline: Timeline, kernels: Kernels, asked: _Asked
     if peak.op >= 0:
         r = timeline.records[peak.op]
         at = f"{r.target} of the {_PHASES[r.phase]}" + (f" at {r.origin}" if str(r.origin) else "")
-        modules[_pattern(r.origin.module), "temporaries"] += peak.inside
+        modules[r.origin.module, "temporaries"] += peak.inside
         lines[r.origin.source, "temporaries"] += peak.inside
     static = sum(parts[x] for x in ("parameters", "buffers", "batch", "optimizer_state", "constants"))
+    alike: Counter[tuple[str, str]] = Counter()
+    for (module, what), size in modules.items():
+        alike[of_any_layer(module), what] += size
     return Estimate(
         peak.nbytes, static, **{name: parts[name] for name in _PARTS}, at=at, phases=dict(timeline.phases),
-        by_module=_shares(modules), by_line=_shares(lines), device=asked.device, unknown=dict(kernels.unknown),
+        by_module=_shares(alike), by_line=_shares(lines), modules=_modules(modules, peak.nbytes),
+        device=asked.device, unknown=dict(kernels.unknown),
         unread=tuple(dict.fromkeys(map(str, loop.tape.unread))), flops=timeline.flops, training=asked.trains,
         _asked=asked,
     )  # fmt: skip
@@ -460,9 +480,19 @@ def _shares(count: Counter[tuple[str, str]]) -> tuple[Share, ...]:
     return tuple(Share(place, what, n) for (place, what), n in count.most_common() if n)
 
 
-def _pattern(module: str) -> str:
-    """Modules of a list have one name: ``layers.*.mlp``."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module, count=1)
+_COLUMNS: Final = {"parameters": 0, "buffers": 0, "gradients": 1, "optimizer_state": 2}
+
+
+def _modules(count: Counter[tuple[str, str]], peak: int) -> tuple[ModuleBytes, ...]:
+    """The bytes of each module with all that is inside it; batch and constants are of no module."""
+    sums = ModuleSums(4)
+    for (module, what), nbytes in count.items():
+        if what not in ("batch", "constants"):
+            sums.add(module, _COLUMNS.get(what, 3), nbytes)
+    return tuple(
+        ModuleBytes(name, int(p), int(g), int(o), int(a), (p + g + o + a) / max(peak, 1))
+        for name, (p, g, o, a) in sums
+    )
 
 
 # --- what would make it fit ---

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-from tightship.analysis.structure import pattern
+from tightship.analysis.structure import ModuleSums, pattern
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners.frontier import Frontier, budget_of
@@ -103,7 +103,7 @@ def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
 
 def plan_rows(plan: Plan, graph: Graph) -> dict[str, Any]:
     """``summary``, and what each module costs."""
-    return summary(plan, graph) | {"modules": [asdict(c) for c in module_costs(graph, plan)]}
+    return summary(plan, graph) | {"modules": [asdict(c) for c in module_costs(graph, plan.steps)]}
 
 
 def _once(f: Frontier) -> float:
@@ -476,38 +476,29 @@ class ModuleCost:
     share: float
 
 
-def _path(module: str) -> list[tuple[bool, int, str]]:
-    """The order of modules: numbers as numbers, whatever their length."""
-    return (
-        [(not p.isdecimal(), len(p) if p.isdecimal() else 0, p) for p in module.split(".")] if module else []
-    )
-
-
-def module_costs(graph: Graph, plan: Plan) -> list[ModuleCost]:
+def module_costs(graph: Graph, steps: Sequence[Step]) -> list[ModuleCost]:
     """Every module with ops, each after the one that it is in; nothing where no op has a module.
 
     A parameter belongs to the first op that reads it, other values to the op that made them. Time of transfers is
     counted in full, also where it is hidden behind computing."""
     if not any(op.module for op in graph.ops):
         return []
-    uses, line = graph.uses, replay(graph, plan.steps)
-    costs: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0, 0, 0.0])
+    uses, line = graph.uses, replay(graph, steps)
+    costs = ModuleSums(5)
 
     def add(op: int, column: int, amount: float) -> None:
-        parts = graph.ops[op].module.split(".") if op >= 0 and graph.ops[op].module else []
-        for k in range(len(parts) + 1):
-            costs[".".join(parts[:k])][column] += amount
+        costs.add(graph.ops[op].module if op >= 0 else "", column, amount)
 
     for op in range(len(graph.ops)):
         add(op, 0, 0)
     for s in graph.static:
         if graph.storages[s].kind in ("parameter", "buffer"):
             add(min(uses.readers[s], default=-1), 0, graph.storages[s].size)
-    running = plan.steps[line.peak_step].op if line.peak_step >= 0 else -1
+    running = steps[line.peak_step].op if line.peak_step >= 0 else -1
     for s, nbytes in line.at_peak:
         if s not in graph.static:
             add(running if s < 0 else uses.definer[s], 1, nbytes)
-    for step, (start, end) in zip(plan.steps, line.spans, strict=True):
+    for step, (start, end) in zip(steps, line.spans, strict=True):
         if step.kind == "recompute":
             add(step.op, 2, sum(graph.storages[s].size for s in step.storages))
             add(step.op, 4, end - start)
@@ -516,6 +507,6 @@ def module_costs(graph: Graph, plan: Plan) -> list[ModuleCost]:
                 add(uses.definer[s], 3, graph.storages[s].size if step.kind == "offload" else 0)
                 add(uses.definer[s], 4, (end - start) / len(step.storages))
     return [
-        ModuleCost(name, int(p), int(a), int(r), int(o), t, (p + a) / line.peak if line.peak else 0.0)
-        for name, (p, a, r, o, t) in sorted(costs.items(), key=lambda item: _path(item[0]))
+        ModuleCost(name, int(p), int(a), int(r), int(o), float(t), (p + a) / line.peak if line.peak else 0.0)
+        for name, (p, a, r, o, t) in costs
     ]

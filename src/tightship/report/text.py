@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rich import box
@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from tightship.analysis.structure import of_any_layer
 from tightship.diagnose.changes import Change
 from tightship.graph import Graph
 from tightship.machine import LOSSY
@@ -37,8 +38,8 @@ from tightship.simulate import Timeline, baseline, replay
 from tightship.units import NARROW, format_bytes, format_seconds, percent
 
 __all__ = [
-    "Chart", "Fitting", "batch_table", "change_lines", "describe", "frontier_tables", "new_table", "peak_lines",
-    "peak_tables", "plan_chart", "remedy_table", "rendered", "share_table", "share_tables",
+    "Chart", "Fitting", "batch_table", "change_lines", "describe", "frontier_tables", "module_tables", "new_table",
+    "peak_lines", "peak_tables", "plan_chart", "remedy_table", "rendered", "share_table", "share_tables",
 ]  # fmt: skip
 
 
@@ -62,14 +63,54 @@ def new_table(*columns: str | tuple[str, int, int | None]) -> Table:
     return table
 
 
+# --- modules ---
+
+
+def module_tables(costs: Sequence[Any], top: int = 10) -> list[RenderableType]:
+    """What modules cost, each with all that is inside it, the ``top`` with the largest share of the peak; the same
+    module of different layers is one row. ``costs``: `ModuleCost` or `ModuleBytes`; nothing without any."""
+    if not costs:
+        return []
+    names = [f.name for f in fields(costs[0]) if f.name not in ("module", "share")]
+    sums: dict[str, dict[str, float]] = {}
+    for c in costs:
+        row = sums.setdefault(of_any_layer(c.module), dict.fromkeys((*names, "share"), 0))
+        for name in row:
+            row[name] += getattr(c, name)
+    ranked = sorted(sums, key=lambda m: (-sums[m]["share"], -sum(sums[m].values())))
+    kept = set(ranked[:top])
+    used = [name for name in names if any(row[name] for row in sums.values())]
+    tables = []
+    for shown_names in (used[:k] for k in range(len(used), -1, -1)):
+        table = new_table(("module, all inside", 16, None), *(_COSTS[n] for n in shown_names), "share")
+        for module, row in sums.items():
+            if module in kept:
+                said = [_amount(n, row[n]) for n in shown_names]
+                table.add_row(module or "(all)", *said, f"{100 * row['share']:.1f} %")
+        tables.append(table)
+    return [Fitting(tables), ""]
+
+
+def _amount(name: str, amount: float) -> str:
+    if not amount:
+        return ""
+    return format_seconds(amount) if name == "seconds" else format_bytes(int(amount))
+
+
+_COSTS = {
+    "parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state",
+    "activations": "made by it", "recomputed": "made again", "offloaded": "offloaded", "seconds": "time for both",
+}  # fmt: skip
+
+
 # --- an estimate ---
 
 
 def share_tables(answer: Any, top: int) -> list[RenderableType]:
     """Who makes up an estimate's peak, by module and by line, the ``top`` largest each."""
-    tables: list[RenderableType] = []
-    for heading, shares in (("module", answer.by_module), ("line", answer.by_line)):
-        table = new_table((heading, 20, None), ("what", 11, None), "bytes", "of the peak")
+    tables = module_tables(answer.modules, top)
+    for heading, shares in (("largest in module", answer.by_module), ("line", answer.by_line)):
+        table = new_table((heading, 17, None), ("what", 11, None), "bytes", "share")
         for s in shares[:top]:
             of_peak = f"{s.nbytes / max(answer.peak, 1):.0%}"
             table.add_row(s.place or "(none)", s.what.replace("_", " "), format_bytes(s.nbytes), of_peak)

@@ -42,10 +42,12 @@ def plan_page(
     rows: Mapping[str, Any] | None = None,
     before: Graph | None = None,
     batches: Sequence[BatchSize] = (),
+    frontier: Frontier | None = None,
 ) -> str:
     """The page's text. ``rows``: the plan's numbers where they are not those of ``summary``: of a module, whose peak
     counts bytes that its graph does not have. ``before``: what there was, where planning changed what ops call.
-    ``batches``: the sizes that were looked at to find the largest that fits."""
+    ``batches``: the sizes that were looked at to find the largest that fits. ``frontier``: plans for other budgets,
+    to choose from."""
     s = dict(plan_rows(plan, graph) if rows is None else rows)
     facts: list[Fact] = [(n.heading, s[n.key], n.unit) for n in NUMBERS if n.heading and n.key in s]
     about = f"{s['planner']}, planned in {format_seconds(s['seconds'])}; {len(plan.steps)} steps"
@@ -55,6 +57,7 @@ def plan_page(
     beside = (s["peak_before"] - unplanned, s["peak_after"] - plan.peak)
     sections = steps_of(before, graph, plan, marks(s["budget"], s["lower_bound"]), beside)
     sections[1:1] = batch_sizes(batches)
+    sections[1:1] = [] if frontier is None else other_budgets(frontier, plan)
     return page_of(title or f"Plan for {graph.name}", about, facts, sections, s)
 
 
@@ -219,7 +222,7 @@ _COSTS = 200
 
 def modules(graph: Graph, plan: Plan) -> list[Section]:
     """What each module costs, with all that is inside it; nothing where no op has a module."""
-    costs = module_costs(graph, plan)
+    costs = module_costs(graph, plan.steps)
     if not costs:
         return []
     most = sorted(costs, key=lambda c: (-c.share, -c.recomputed - c.offloaded, c.module))[:_COSTS]
@@ -307,6 +310,15 @@ def frontier_page(f: Frontier, *, title: str = "") -> str:
     ]
     sections = [_chart(f), what_if(f), _memory(f), *tables, at_peak]
     return page_of(title or f"Time against memory: {f.graph.name}", about, facts, sections, rows)
+
+
+def other_budgets(f: Frontier, plan: Plan) -> list[Section]:
+    """In the page of a plan: the plans for other budgets beside it, each with its memory."""
+    beside = _memory(f) | {"heading": "Memory with the plan that is chosen"}
+    beside["panels"] = [p | {"view": f"what if, {p['view']}"} for p in beside["panels"]]
+    rows = [[n.of(f, p) for n in POINT] for p in f.points]
+    listed = table("Plans for other budgets", [(n.heading, n.unit) for n in POINT], rows, fold="as a table")
+    return [what_if(f, plan), beside, listed]
 
 
 _DOES = {"recompute": "recomputed", "offload": "offloaded", "compress": "compressed"}

@@ -21,7 +21,7 @@ from tightship.errors import CheckFailed, Unplannable, Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.assertions import answer_without_error
 from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape, TapeValue
-from tightship.frontends.torch.program import Ref, evaluate, refs_in, substitute
+from tightship.frontends.torch.program import Ref, derive, evaluate, refs_in, substitute
 
 __all__ = [
     "READS_DATA",
@@ -317,6 +317,17 @@ class Guard:
         return bool(self._ask(tensors) == self.expected)
 
 
+_COUNTER = 64
+"""Bytes of tensors that are kept once they are known."""
+
+
+class _Counter(NamedTuple):
+    """What is in a storage that follows from constants alone, and the calls that it follows from."""
+
+    tensor: torch.Tensor
+    calls: frozenset[int]
+
+
 class Questions:
     """Answers for one capture; ``guards`` are those that have to be asked again."""
 
@@ -325,6 +336,7 @@ class Questions:
         self._reader = _Reader(tape)
         self._known: dict[tuple[int, int], torch.Tensor] = {}
         self._counted: set[tuple[int, int]] = set()  # masks with a guard on how much they select
+        self._counters: dict[tuple[int, int], _Counter] = {}  # by storage and how often it was written
         self.guards: list[Guard] = []
 
     def value(self, fn: Any, args: tuple[Any, ...], origin: Origin, phase: str) -> Any:
@@ -415,6 +427,9 @@ class Questions:
         self, fn: Any, wanted: list[int], finish: Callable[[Sequence[torch.Tensor]], Any], origin: Origin,
         *, requests: bool = False,
     ) -> Any:  # fmt: skip
+        counters = [self._counters.get(self._state(self._tape.storage(v))) for v in wanted]
+        if counters and None not in counters:
+            return self._of_counters([c for c in counters if c is not None], fn, wanted, finish, origin)
         ask, asked, calls, drawn = self._question(wanted, finish, fn, origin)
         with compat.without_modes():
             answer = ask({key: self._tape.real[v] for v, key in asked.items()})
@@ -436,13 +451,52 @@ class Questions:
         values, asked = tape.values, {v: (role, key) for v, role, key in sources}
         used = {*wanted, *(v for r in needed for v in (*r.reads, *r.results) if v >= 0)}
         bases = {s: tape.storages[s].base for s in {tape.storage(v) for v in used}}
+        calls = frozenset(r.asked for r in needed)
+        small = [] if asked or drawn else self._small(needed, bases)
 
         def ask(tensors: Tensors) -> Any:
             given = {v: tensors[key] for v, key in asked.items()}
             with torch.no_grad(), compat.random_states_kept(("cpu",) if drawn else ()):
-                return finish(evaluate(needed, values, bases, given, wanted))
+                found = evaluate(needed, values, bases, given, [*wanted, *(bases[s] for s in small)])
+                for s, tensor in zip(small, found[len(wanted) :], strict=True):
+                    self._counters[self._state(s)] = _Counter(tensor, calls)
+                return finish(found[: len(wanted)])
 
-        return ask, asked, frozenset(r.asked for r in needed), drawn
+        return ask, asked, calls, drawn
+
+    def _state(self, storage: int) -> tuple[int, int]:
+        """A storage with its contents as they are now."""
+        return storage, len(self._reader.look().touching.get(storage, ()))
+
+    def _small(self, needed: Sequence[Record], bases: Mapping[int, int]) -> list[int]:
+        """The storages of a few bytes that are as they are now once the records ``needed`` have run: an optimizer
+        asks for the counter of each parameter, and an op that counts them all makes all of them at once."""
+        tape, run = self._tape, {id(r) for r in needed}
+        touching = self._reader.look().touching
+        return [
+            s
+            for s in bases
+            if tape.storages[s].nbytes <= _COUNTER
+            and s in touching
+            and all(id(tape.records[k]) in run for k in touching[s])
+        ]
+
+    def _of_counters(
+        self, counters: Sequence[_Counter], fn: Any, wanted: Sequence[int],
+        finish: Callable[[Sequence[torch.Tensor]], Any], origin: Origin,
+    ) -> Any:  # fmt: skip
+        """What ``finish`` says of values that follow from constants, and are known."""
+        tape = self._tape
+        with compat.without_modes(), torch.no_grad():
+            parts = [
+                derive(c.tensor, tape.values[tape.storages[tape.storage(v)].base], tape.values[v])
+                for c, v in zip(counters, wanted, strict=True)
+            ]
+            answer = finish(parts)
+        calls = frozenset().union(*(c.calls for c in counters))
+        if any(k >= 0 for k in calls):
+            self._guard_numbers(answer, calls, fn, origin)
+        return answer
 
     def _guard_numbers(self, answer: Any, calls: frozenset[int], fn: Any, origin: Origin) -> None:
         """An answer that no data go into, but perhaps numbers of ``calls``."""
