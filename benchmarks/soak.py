@@ -272,8 +272,16 @@ def disturbed(seed: int, size: int) -> Judged:
     rng = random.Random(f"faults {seed}")
     about = disturbances.SCENARIOS
     scenario = rng.choices(list(about), [1 / scenario.work for scenario in about.values()])[0]
-    fault = disturbances.random_fault(_server(), scenario, rng)
-    return f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault)
+    try:
+        fault = disturbances.random_fault(_server(), scenario, rng)
+        return f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault)
+    except (
+        OSError,
+        ValueError,
+    ):  # it was interrupted, or its answer was: cases after this one are none of it
+        _server().close()
+        _server.cache_clear()
+        raise
 
 
 CLASSES: dict[str, Callable[[int, int], Judged]] = {
@@ -343,7 +351,9 @@ def main() -> int:
     chosen.state.parent.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
-        chosen.state.write_text(json.dumps({"begin": begin, "counts": counts, "failed": failed}))
+        beside = chosen.state.with_suffix(".new")  # the old state or the new one, whatever ends the campaign
+        beside.write_text(json.dumps({"begin": begin, "counts": counts, "failed": failed}))
+        beside.replace(chosen.state)
 
     until = time.monotonic() + chosen.seconds
     kept = time.monotonic()
