@@ -355,6 +355,9 @@ def main() -> int:
         beside.write_text(json.dumps({"begin": begin, "counts": counts, "failed": failed}))
         beside.replace(chosen.state)
 
+    if find_spec("torch"):
+        import tightship.execute.cache  # noqa: F401 - takes seconds, which are none of a case's
+
     until = time.monotonic() + chosen.seconds
     kept = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
