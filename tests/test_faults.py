@@ -74,6 +74,4 @@ def test_the_judge_can_say_no(server: Server, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_full_disk_where_torch_imports_more_of_itself_is_said(server: Server) -> None:
     """Torch makes a folder while it is imported; half imported, it needs a process of its own to be tried again."""
-    calls = server.calls("fit, offload")
-    assert calls > 3
-    assert [said for at in (1, 2, 3) if (said := judged(server, "fit, offload", Fault("full", at)))] == []
+    assert judged(server, "fit, offload", Fault("full", 3)) == ""
