@@ -17,7 +17,12 @@ SANITIZED_READY := $(SANITIZED)/.tightship-installed
 SANITIZED_TESTS := tests/planners/place tests/planners/test_core_arrays.py tests/verify/test_sound.py \
   $(addprefix tests/planners/evict/test_, engine.py forms.py moves.py cover.py conformance.py)
 
-.PHONY: demo soak test test-all gpu dry-cuda docs pictures sanitize lint format bench compatibility setup clean
+# The fuzzer alone, beside the environment: nothing else needs it.
+FUZZING := build/fuzzing
+FUZZING_READY := $(FUZZING)/.installed
+FUZZED := graph plan problem module model graphdef lite keras snapshot
+
+.PHONY: demo soak fuzz test test-all gpu dry-cuda docs pictures sanitize lint format bench compatibility setup clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -34,6 +39,12 @@ test-all: $(READY)
 SECONDS ?= 600
 soak: $(READY)
 	$(PY) benchmarks/soak.py --seconds $(SECONDS)
+
+# Files that a coverage-guided fuzzer makes, FUZZ_SECONDS for each format; the first finding of a format ends it.
+FUZZ_SECONDS ?= 60
+fuzz: $(FUZZING_READY)
+	for kind in $(FUZZED); do \
+	  PYTHONPATH=$(FUZZING) $(PY) benchmarks/fuzz.py $$kind -max_total_time=$(FUZZ_SECONDS) || exit; done
 
 # PyTorch's CUDA build (several GB, in an environment of its own) on a CUDA runtime that computes nothing: no GPU needed.
 DRY := build/dry-cuda
@@ -117,6 +128,10 @@ $(SANITIZED_READY): $(READY) CMakeLists.txt $(wildcard cpp/*)
 	  > "$$($(SANITIZED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	$(PIP) --python $(SANITIZED)/bin/python install --no-build-isolation --no-deps --force-reinstall \
 	  -C cmake.define.TIGHTSHIP_SANITIZE=ON -C build-dir=build/sanitize .
+	touch $@
+
+$(FUZZING_READY): $(READY)
+	$(PIP) install --no-deps --upgrade --target $(FUZZING) "atheris>=3.0,<4"
 	touch $@
 
 clean:

@@ -55,6 +55,8 @@ from tightship.verify import verify
 LONGEST = {"faults": 300}
 """Seconds that a case may take beyond the limits that it was given: `USUAL`, but for these."""
 USUAL = 10
+BESIDE = 10
+"""By what the clock may run ahead of a case's own processor time, on a machine that does other work, too."""
 
 Judged = tuple[str, str]
 """What came of a case, and what is wrong with it, if something is."""
@@ -198,13 +200,23 @@ def files(seed: int, size: int) -> Judged:
     verb = rng.choice(VERBS[kind])
     if verb[0] == "fit":
         return kind, _kept(kind, seed, min(size, 3)) or _memory()
-    name, data = hostile(kind, seed, min(size, 3))
+    more = ["--report", "page.html"] if verb[0] in ("plan", "pack", "assign") and rng.random() < 0.3 else []
+    return read(kind, verb, *hostile(kind, seed, min(size, 3)), more)
+
+
+def read(kind: str, verb: list[str], name: str, data: bytes, more: list[str]) -> Judged:
+    """What a verb makes of a file, and what is wrong with that; ``more``: an option and the file that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(data)
-        given = [verb[0], str(path), *verb[1:], "--json"]
-        if verb[0] in ("plan", "pack", "assign") and rng.random() < 0.3:
-            given += ["--report", str(Path(folder) / "page.html")]
+        given = [
+            verb[0],
+            str(path),
+            *verb[1:],
+            "--json",
+            *more[:1],
+            *(str(Path(folder) / m) for m in more[1:]),
+        ]
         said, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
             status = command(given)
@@ -258,9 +270,18 @@ def disturbed(seed: int, size: int) -> Judged:
     if disturbances.why_not():
         return "not here", ""
     rng = random.Random(f"faults {seed}")
-    scenario = rng.choice(list(disturbances.SCENARIOS))
-    fault = disturbances.random_fault(_server(), scenario, rng)
-    return f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault)
+    about = disturbances.SCENARIOS
+    scenario = rng.choices(list(about), [1 / scenario.work for scenario in about.values()])[0]
+    try:
+        fault = disturbances.random_fault(_server(), scenario, rng)
+        return f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault)
+    except (
+        OSError,
+        ValueError,
+    ):  # it was interrupted, or its answer was: cases after this one are none of it
+        _server().close()
+        _server.cache_clear()
+        raise
 
 
 CLASSES: dict[str, Callable[[int, int], Judged]] = {
@@ -279,16 +300,18 @@ def judged(name: str, seed: int, size: int) -> Judged:
         raise TimeoutError(f"takes more than {longest} s")
 
     longest = LONGEST.get(name, USUAL)
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(longest + 2)
+    before = {sent: signal.signal(sent, stop) for sent in (signal.SIGALRM, signal.SIGPROF)}
+    signal.setitimer(signal.ITIMER_PROF, longest + 2)
+    signal.alarm(BESIDE * longest)
     try:
         return CLASSES[name](seed, size)
     except Exception as error:
         return "raised", f"{type(error).__name__}: {str(error)[:300]}"
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for sent, handler in before.items():
+            signal.signal(sent, handler)
 
 
 def shrunk(name: str, seed: int, size: int) -> tuple[int, str]:
@@ -328,7 +351,12 @@ def main() -> int:
     chosen.state.parent.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
-        chosen.state.write_text(json.dumps({"begin": begin, "counts": counts, "failed": failed}))
+        beside = chosen.state.with_suffix(".new")  # the old state or the new one, whatever ends the campaign
+        beside.write_text(json.dumps({"begin": begin, "counts": counts, "failed": failed}))
+        beside.replace(chosen.state)
+
+    if find_spec("torch"):
+        import tightship.execute.cache  # noqa: F401 - takes seconds, which are none of a case's
 
     until = time.monotonic() + chosen.seconds
     kept = time.monotonic()

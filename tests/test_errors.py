@@ -141,3 +141,12 @@ def test_of_a_compiled_step_the_bound_is_not_that_of_ops_one_by_one() -> None:
         str(Infeasible(budget=10, lower_bound=20, best_peak=30, compiled=c)) for c in (False, True)
     )
     assert "one by one" in of_ops and "one by one" not in of_compiled and "compiled step" in of_compiled
+
+
+@pytest.mark.parametrize(("place", "lost"), [("<frozen importlib._bootstrap>", True), ("core.py", False)])
+def test_memory_that_ends_within_an_import_is_too_little_memory(place: str, lost: bool) -> None:
+    """Python then says `SystemError`, of which it has lost the reason; elsewhere that is somebody's fault."""
+    code = compile("raise SystemError('error return without exception set')", place, "exec")
+    with pytest.raises(SystemError) as caught:
+        exec(code, {})
+    assert ("out of memory" in str(InternalError(caught.value))) is lost

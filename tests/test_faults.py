@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.faults import SCENARIOS, Fault, Server, judged, random_fault, why_not
+from support.faults import SCENARIOS, Fault, Server, _of_an_import, judged, random_fault, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 pytest.importorskip("torch")
@@ -70,3 +70,11 @@ def test_the_judge_can_say_no(server: Server, monkeypatch: pytest.MonkeyPatch) -
     assert "without a word" in judged(server, "plan --json", Fault("io", 1))
     ended["stderr"] = "Traceback"
     assert "traceback" in judged(server, "plan --json", Fault("io", 1))
+
+
+def test_what_torch_raises_while_it_is_imported_is_told_apart() -> None:
+    """Half imported, it needs a process of its own to be tried again."""
+    for place, of_an_import in (("/x/torch/_dynamo/package.py", True), ("/x/other.py", False)):
+        with pytest.raises(OSError, match="full") as caught:
+            exec(compile("raise OSError('full')", place, "exec"), {})
+        assert _of_an_import(caught.value) is of_an_import

@@ -246,6 +246,20 @@ def test_a_process_that_is_told_to_end_does_so_as_with_ctrl_c(
     assert {p.name for p in tmp_path.iterdir()} <= {"graph.json", "plan.json"}
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_last_word_ends_the_process_without_a_traceback(number: int) -> None:
+    """Python still runs what others registered for its end, torch's libraries for one."""
+    code = (
+        "import sys, os, atexit, time; from tightship.cli import main; atexit.register(time.sleep, 20);"
+        f"atexit.register(os.kill, os.getpid(), {int(number)}); sys.exit(main())"
+    )
+    one = started(code, "planners", "--json")
+    said, errors = one.communicate(timeout=60)
+    assert (one.returncode, errors) == (-number, b"")
+    assert json.loads(said)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 def test_what_killed_processes_left_goes_with_the_next_write_and_nothing_else(tmp_path: Path) -> None:
     import fcntl

@@ -81,6 +81,14 @@ def _out_of_memory(error: BaseException) -> bool:
     """Also where the system says it in its own way, or a library that it was to load."""
     said = ("failed to map segment", "Cannot allocate memory", "cannot allocate memory", "bad_alloc")
     number = getattr(error, "errno", None)
+    if isinstance(
+        error, SystemError
+    ):  # memory that ends within an import: Python itself loses the MemoryError
+        last = error.__traceback__
+        while last and last.tb_next:
+            last = last.tb_next
+        where = last.tb_frame.f_code.co_filename if last else ""
+        return where.startswith("<frozen importlib") and "without exception set" in str(error)
     return isinstance(error, MemoryError) or number == errno.ENOMEM or any(x in str(error) for x in said)
 
 

@@ -177,10 +177,13 @@ def read_keras(
     """The forward pass of a Keras model's file, as a TensorFlow graph with its weights as constants, and its graph
     here: see `tightship.frontends.tensorflow.keras_file`. ``shape`` gives sizes to inputs: ``x=8x32``, or a mapping.
     """
+    from tightship.frontends.tensorflow.keras_file import check_archive
+    from tightship.frontends.tensorflow.keras_file import read_keras as read
+
+    check_archive(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         from tightship.frontends.tensorflow.infer import shapes_given
-        from tightship.frontends.tensorflow.keras_file import read_keras as read
         from tightship.frontends.tensorflow.lower import lower
     except ImportError as error:
         instead = "pip install 'tightship[tensorflow]'"

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,12 +80,14 @@ class Fault:
 class Scenario:
     """``run(folder, given)`` in a process of its own; ``targets`` are the files it writes, in ``folder``; ``kept``:
     folders in which it may leave what it likes, as long as it can work with it; ``given``: where the files lie that
-    it reads. ``torch``: needs the executor, and takes seconds."""
+    it reads. ``torch``: needs the executor, and takes seconds. ``work``: about how many times as long as others it
+    takes, and is tried so much less often."""
 
     run: Callable[[Path, Path], int]
     targets: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     torch: bool = False
+    work: float = 1.0
 
 
 def _verb(text: str, *targets: str) -> Scenario:
@@ -117,7 +120,7 @@ def _training(**options: Any) -> Scenario:
     def run(folder: Path, given: Path) -> int:
         return _train(folder, given, options)
 
-    return Scenario(run, (), ("cache", "xdg", "pool"), torch=True)
+    return Scenario(run, (), ("cache", "xdg", "pool"), torch=True, work=16.0 if options.get("build") else 4.0)
 
 
 _QUICK = "--seconds 30 --work 2000"
@@ -199,7 +202,7 @@ def _train(folder: Path, files: Path, options: dict[str, Any]) -> int:
     given["cache"] = (folder if given.pop("kept", False) else files) / "cache"
     if given.pop("build", False):
         os.environ["XDG_CACHE_HOME"] = str(folder / "xdg")
-    status = 0
+    status, again = 0, True
     try:
         _beside_eager(given)
     except KeyboardInterrupt:  # perhaps while torch imported more of itself, which it does not take up again
@@ -217,10 +220,17 @@ def _train(folder: Path, files: Path, options: dict[str, Any]) -> int:
         else:
             raise
         sys.stderr.write(f"tightship: {type(error).__name__}: {error}\n")
-    if status:
+        again = not _of_an_import(error)
+    if status and again:
         _rest()
         _beside_eager(given)
     return status
+
+
+def _of_an_import(error: BaseException) -> bool:
+    """Whether torch was importing more of itself, for which it makes a folder, and does not take that up again."""
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(code.co_name == "<module>" and "torch" in Path(code.co_filename).parts for code in frames)
 
 
 def _beside_eager(given: dict[str, Any]) -> None:

@@ -349,6 +349,15 @@ class _Signals:
             if number is not None and signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._told)
 
+    def over(self) -> None:
+        """The command is done, and Python looks after its own: a signal now ends the process, without a traceback of
+        whatever of others runs at exit."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")):
+            if number is not None and signal.getsignal(number) in (self._told, signal.default_int_handler):
+                signal.signal(number, signal.SIG_DFL)
+
     def _told(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:  # one that a model of the user's has forked
             signal.signal(number, signal.SIG_DFL)
@@ -375,7 +384,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Output(as_json="--json" in given, quiet=not {"--quiet", "-q"}.isdisjoint(given)) as out,
     ):
         signals = _Signals()
-        return signals.status(_status(given, out, signals, heeded=argv is None))
+        status = signals.status(_status(given, out, signals, heeded=argv is None))
+    if argv is None:
+        signals.over()
+    return status
 
 
 def _status(given: list[str], out: Output, signals: _Signals, *, heeded: bool) -> int:

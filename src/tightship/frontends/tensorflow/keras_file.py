@@ -12,15 +12,20 @@ import json
 import os
 import stat
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tightship.errors import BadInput, TightshipError, UnknownSize, Unsupported
-from tightship.frontends.tensorflow.load import LARGEST_FILE, GraphFile
+
+if TYPE_CHECKING:
+    from tightship.frontends.tensorflow.load import GraphFile
 
 __all__ = ["check_archive", "read_keras"]
 
+LARGEST_FILE: Final = 2**31 - 1
+"""Bytes of all members, unpacked, and of the weights."""
 LARGEST_CONFIG: Final = 1 << 26
 """Bytes of a configuration."""
 MOST_MEMBERS: Final = 10_000
@@ -31,11 +36,14 @@ _OWN: Final = ("keras", "builtins")
 
 
 def read_keras(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> GraphFile:
-    """The forward pass of the model in a file, weights as constants; ``shapes`` gives sizes to inputs that have
-    unknown ones. Raises ``BadInput`` naming what is wrong with the file, ``Unsupported`` for code in it and where
-    Keras is missing, ``UnknownSize`` for inputs without a size."""
+    """The forward pass of the model in a file that `check_archive` has looked through, weights as constants;
+    ``shapes`` gives sizes to inputs that have unknown ones. Raises ``BadInput`` naming what is wrong with the file,
+    ``Unsupported`` where Keras is missing, ``UnknownSize`` for inputs without a size."""
     place = os.fspath(path)
-    check_archive(path)
+    from tightship.frontends.tensorflow.load import (
+        GraphFile,
+    )  # needs TensorFlow, which looking through does not
+
     keras, tf = _keras(place)
     try:
         model = keras.models.load_model(path, compile=False, safe_mode=True)
@@ -118,6 +126,7 @@ def check_archive(path: str | os.PathLike[str]) -> None:
         raise BadInput(f"cannot read {place!r}: {error.strerror or error}") from error
     except (
         zipfile.BadZipFile,
+        zlib.error,
         ValueError,
         EOFError,
         NotImplementedError,
@@ -138,6 +147,11 @@ def _check_members(members: list[zipfile.ZipInfo], place: str) -> None:
     if _CONFIG not in names:
         raise BadInput("not a Keras model: it has no config.json", place=place)
     for m in members:
+        if m.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise BadInput(
+                f"member {m.filename!r} is packed by method {m.compress_type}, which Keras never does",
+                place=place,
+            )
         parts = PurePosixPath(m.filename.replace("\\", "/"))
         if (
             parts.is_absolute()
