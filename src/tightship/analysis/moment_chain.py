@@ -41,8 +41,9 @@ _COUNTS = (1, 2, 4, 8, 16)
 """Moments of the chains that are looked at, one after the other."""
 _LONGEST = 3600.0
 _SAFE = 1 - 1e-10
-_STRETCHES, _OPS = 16, 100_000
-"""Moments of a path, at most, and ops in all networks between two of them together."""
+_STRETCHES, _OPS, _LARGE = 16, 80_000, 2_000
+"""Moments of a path, at most, and ops in all networks between two of them together; graphs of more ops than the last
+have one moment, as their cuts take too long."""
 _EDGES, _BRANCHES = 1_000_000, 100
 """Edges in all cuts of the stretches of a path that are looked into, and branches of one of them."""
 _LITTLE = 1e-4
@@ -212,7 +213,7 @@ def chain_bound(
     found = single_moments(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
     best, total = max(found.values(), default=0.0), math.fsum(graph.columns.time)
     count = min(_STRETCHES, math.isqrt(2 * _OPS // max(1, len(graph.ops))))
-    if not 0 < best < math.inf or count < 2:
+    if not 0 < best < math.inf or len(graph.ops) > _LARGE:
         return total + best
     relaxed = relaxation(graph, least, redraw=redraw, in_place=in_place)
     best = max(best, _Path(relaxed, [max(found, key=found.__getitem__)], budget, deadline).longest())
