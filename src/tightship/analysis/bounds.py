@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,10 @@ from tightship.graph import Graph, distinct
 from tightship.options import NEVER, Deadline
 from tightship.simulate import extras, unplanned
 
-__all__ = ["Bound", "Moment", "Relaxation", "lower_bound", "replayable", "runs_again", "time_bound"]
+__all__ = [
+    "Bound", "Moment", "Priced", "Relaxation", "lower_bound", "relaxation", "replayable", "runs_again",
+    "single_moments", "time_bound",
+]  # fmt: skip
 
 _ENDLESS = 1 << 60
 _SCALE = 1 << 44
@@ -78,6 +81,16 @@ class Moment:
     head: NDArray[np.int32]
     seconds: NDArray[np.int64]
     bytes: NDArray[np.int64]
+
+
+class Priced(NamedTuple):
+    """A bound in ``seconds``; the seconds of a cut ``within`` the bytes; the edge of the largest storage that this
+    cut and the one on the other side of the price do not treat alike (-1: none); the cuts it took."""
+
+    seconds: float
+    within: float = math.inf
+    edge: int = -1
+    cuts: int = 1
 
 
 class Relaxation:
@@ -187,17 +200,21 @@ class Relaxation:
         inputs, results = ({p[side] for p in self.pairs.get(k, ())} for side in (0, 1))
         return min(sum(int(self.size[s]) for s in side) for side in (inputs, results))
 
-    def moment(self, k: int) -> Moment:
-        """The network of op ``k``. Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made."""
+    def moment(self, k: int, until: int | None = None) -> Moment:
+        """The network of op ``k``. Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made. With
+        ``until``, an op that runs after it in every order, only what runs up to then needs anything."""
         n, m = len(self.graph.ops), len(self.graph.storages)
         before, after = reached((k,), self._backward), reached((k,), self._forward)
         last = np.array(sorted(self.graph.kept), dtype=np.int64)
+        free = len(last) > 0
+        soon = after
+        if until is not None:
+            soon, last = after & reached((until,), self._backward), last[:0]
+            soon[until] = True
         definer = self.uses.facts.definer
         there = np.zeros(m, dtype=np.bool_)  # perhaps made before, and not among what the op holds anyway
         ran = before.copy()
-        if len(
-            last
-        ):  # what else makes results may have run before the op or not: afterwards, it costs nothing
+        if free:  # what else makes results may have run before the op or not: afterwards, it costs nothing
             ran |= ~after
             ran[k] = False
         there[definer >= 0] = ran[definer[definer >= 0]]
@@ -207,7 +224,7 @@ class Relaxation:
             there[a] = definer[a] >= 0
         reads, writes = self._reads, self._writes
         reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & ran[writes[:, 1]]]
-        again, later = reads[ran[reads[:, 0]]], reads[after[reads[:, 0]]]
+        again, later = reads[ran[reads[:, 0]]], reads[soon[reads[:, 0]]]
         wanted = distinct(np.concatenate((later[:, 1], last[there[last]])))
         held, ops = np.flatnonzero(there), np.flatnonzero(ran)
         seconds = np.where(before, self._scaled, 0)[ops]
@@ -252,50 +269,52 @@ class Relaxation:
     def least_seconds(self, at: Moment, budget: int, deadline: Deadline = NEVER) -> float:
         """Seconds of recomputation that every plan within ``budget`` bytes spends after the op of ``at`` first ran;
         infinite when there is no such plan. Less where the deadline ends it."""
-        room = budget - at.own
-        endless = (at.bytes < 0) | (at.seconds < 0)
-        if room < 0:
-            return float("inf")
-        held = np.where(endless, 0, at.bytes)
-        spent = np.where(endless, 0, at.seconds)
+        return self.priced(at, at.bytes, budget - at.own, deadline).seconds
 
-        def line(near: Mask) -> tuple[int, int]:
+    def priced(self, at: Moment, nbytes: NDArray[np.int64], room: int, deadline: Deadline = NEVER) -> Priced:
+        """The cuts of a moment at the price at which its bytes just fit into ``room``; ``nbytes`` stands for its
+        ``bytes``: 0 for a storage whose bytes ``room`` is already without, -1 for one that is not in memory."""
+        endless = (nbytes < 0) | (at.seconds < 0)
+        held, spent = np.where(endless, 0, nbytes), np.where(endless, 0, at.seconds)
+        second = self.total / _SCALE
+
+        def line(near: Mask) -> tuple[int, int, Mask]:
             cut = near[at.tail] & ~near[at.head]
-            return int(spent[cut].sum()), int(held[cut].sum())
+            return int(spent[cut].sum()), int(held[cut].sum()), cut
 
-        least, near = self._cut(at, np.where(endless, _ENDLESS, at.bytes), deadline)
+        least, near = self._cut(at, np.where(endless, _ENDLESS, nbytes), deadline)
         if least > room:
-            return float("inf")
+            return Priced(math.inf)
         if near is None:
-            return 0.0
-        low, high = (
-            self._kept(at, held),
-            line(near),
-        )  # (seconds, bytes) without recomputation, with fewest bytes
-        best = 0.0
+            return Priced(0.0)
+        high = line(near)  # fewest bytes
+        value, near = self._cut(at, np.where(endless, _ENDLESS, spent), deadline)
+        if near is None:
+            return Priced(value * second * _SAFE)
+        low = line(near)  # fewest seconds
+        best = float(value)
         if low[1] <= room:
-            return best
+            return Priced(best * second * _SAFE, best * second)
+        cuts = 2
         for _ in range(_ROUNDS):
             price = (high[0] - low[0]) / (low[1] - high[1])
             capacity = np.where(endless, _ENDLESS, spent + (held * price).astype(np.int64))
             value, near = self._cut(at, capacity, deadline)
-            best = max(best, value - price * room)
+            cuts, best = cuts + 1, max(best, value - price * room)
             if near is None:
                 break
             found = line(near)
-            if found in (low, high) or found[0] + price * found[1] >= (high[0] + price * high[1]) * _SAFE:
+            if found[:2] in (low[:2], high[:2]):
+                break
+            if found[0] + price * found[1] >= (high[0] + price * high[1]) * _SAFE:
                 break
             low, high = (found, high) if found[1] > room else (low, found)
-        return best / _SCALE * self.total * _SAFE
-
-    def _kept(self, at: Moment, held: NDArray[np.int64]) -> tuple[int, int]:
-        """Seconds (none) and bytes when all that is needed later is kept."""
-        need = 2 + len(self.graph.ops)
-        storages = distinct(at.head[at.tail == 0].astype(np.int64)) - need
-        return 0, int(self.waits[storages].sum())
+        apart = np.flatnonzero((low[2] != high[2]) & (held > 0))
+        edge = int(apart[held[apart].argmax()]) if len(apart) else -1
+        return Priced(best * second * _SAFE, high[0] * second, edge, cuts)
 
 
-def _relaxation(graph: Graph, least: Mapping[int, int] | None, *, redraw: bool, in_place: bool) -> Relaxation:
+def relaxation(graph: Graph, least: Mapping[int, int] | None, *, redraw: bool, in_place: bool) -> Relaxation:
     """One relaxation serves both bounds; those with storages that wait in fewer bytes are not kept."""
     if least:
         return Relaxation(graph, least, redraw=redraw, in_place=in_place)
@@ -343,7 +362,7 @@ def lower_bound(
     `Relaxation`): for plans that compress storages, or move them out. ``in_place``: results may take the places
     of inputs. At the ``deadline``, the best bound so far.
     """
-    relaxed = _relaxation(graph, least, redraw=redraw, in_place=in_place and recompute)
+    relaxed = relaxation(graph, least, redraw=redraw, in_place=in_place and recompute)
     if not graph.ops:
         return Bound(graph.static_bytes)
     load = relaxed.own.copy()
@@ -442,15 +461,23 @@ def time_bound(
     (see `Relaxation`) also for plans that compress or move storages without ever waiting for it. Looks at moments at
     which keeping everything would be over the budget. At the ``deadline``, the best bound so far.
     """
-    total = math.fsum(graph.columns.time)
-    relaxed = _relaxation(graph, least, redraw=redraw, in_place=in_place)
+    found = single_moments(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
+    return math.fsum(graph.columns.time) + max(found.values(), default=0.0)
+
+
+def single_moments(
+    graph: Graph, budget: int, *, redraw: bool = True, least: Mapping[int, int] | None = None,
+    in_place: bool = True, deadline: Deadline = NEVER,
+) -> dict[int, float]:  # fmt: skip
+    """By op (-1: the end): seconds of recomputation that its moment shows, as `time_bound` looks at them."""
+    relaxed = relaxation(graph, least, redraw=redraw, in_place=in_place)
     if _at_end(relaxed, alone=not least)[0] > budget:
-        return math.inf
+        return {-1: math.inf}
     line = unplanned(graph)
     over = {s.op: n for s, n in zip(line.steps, line.levels, strict=True) if n > budget and s.op >= 0}
-    if not over or deadline.over:
-        return total
     found: dict[int, float] = {}
+    if not over or deadline.over:
+        return found
 
     def look(ops: Iterable[int]) -> None:
         for k in ops:
@@ -470,4 +497,4 @@ def time_bound(
                 break
         else:
             break
-    return total + max(found.values())
+    return found

@@ -1,4 +1,4 @@
-"""A bound on the time of any plan from several moments at once, by integer programming (extra ``solver``).
+"""Bounds on the time of any plan from several moments at once: by sums, or by integer programming (extra ``solver``).
 
 `bounds.time_bound` looks at one moment and at parts of storages: what it takes to make again half of what does not
 fit counts half. Here ops *k1*, *k2*, … each of which every order runs before the next one divide the time. At the
@@ -9,22 +9,31 @@ that had to run before *kj* cost their seconds once in every stretch in which th
 every order and any number of repetitions; what else a stretch needs between its ends, and the second run of an op
 within one stretch, is left out, so that the least cost is a bound. Source: the stages of Checkmate (Jain et al.
 2020), few of them and without an order. Complexity: exponential; some hundred ops take tenths of a second.
+
+`chain_bound` needs no solver. It leaves out that what is in memory at one moment was needed in the stretch before:
+then every stretch is a network of its own, and what they cost adds up. Each is bounded by the cuts of `bounds` and by
+branching on whether a storage is in memory as a whole or not (Land and Doig 1960); which moments to take is a longest
+path. The first stretches to be looked into are those of the path that is longest with what is not known assumed to
+cost what a cut within the bytes costs; where that path is known as it is, no other is longer.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from tightship.analysis.bounds import Relaxation
+from tightship.analysis.bounds import Moment, Priced, Relaxation, relaxation, single_moments
 from tightship.analysis.order import Mask, reached
+from tightship.graph import Graph
 from tightship.options import NEVER, Deadline
+from tightship.simulate import unplanned
 
-__all__ = ["ChainBound"]
+__all__ = ["ChainBound", "chain_bound"]
 
 _TICKS = 1_000_000_000_000
 """Integer time that all ops together come to; what an op takes is rounded down."""
@@ -32,6 +41,13 @@ _COUNTS = (1, 2, 4, 8, 16)
 """Moments of the chains that are looked at, one after the other."""
 _LONGEST = 3600.0
 _SAFE = 1 - 1e-10
+_STRETCHES, _OPS, _LARGE = 16, 80_000, 2_000
+"""Moments of a path, at most, and ops in all networks between two of them together; graphs of more ops than the last
+have one moment, as their cuts take too long."""
+_EDGES, _BRANCHES = 1_000_000, 100
+"""Edges in all cuts of the stretches of a path that are looked into, and branches of one of them."""
+_LITTLE = 1e-4
+"""Part of the time that is not worth looking for."""
 
 
 class ChainBound:
@@ -185,3 +201,86 @@ class _Stretches:
         if status == self.of.cp.INFEASIBLE:
             return float("inf")
         return max(0.0, solver.best_objective_bound) / _TICKS * self.of.relaxed.total * _SAFE
+
+
+def chain_bound(
+    graph: Graph, budget: int, *, redraw: bool = True, least: Mapping[int, int] | None = None,
+    in_place: bool = True, deadline: Deadline = NEVER,
+) -> float:  # fmt: skip
+    """Seconds no plan within ``budget`` bytes can stay under: those of `bounds.time_bound`, or more where several
+    moments, or storages that are in memory as a whole or not at all, ask for it. At the ``deadline``, the best bound
+    so far."""
+    found = single_moments(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
+    best, total = max(found.values(), default=0.0), math.fsum(graph.columns.time)
+    count = min(_STRETCHES, math.isqrt(2 * _OPS // max(1, len(graph.ops))))
+    if not 0 < best < math.inf or len(graph.ops) > _LARGE:
+        return total + best
+    relaxed = relaxation(graph, least, redraw=redraw, in_place=in_place)
+    best = max(best, _Path(relaxed, [max(found, key=found.__getitem__)], budget, deadline).longest())
+    line = unplanned(graph)
+    over = {step.op for step, n in zip(line.steps, line.levels, strict=True) if n > budget}
+    rows, own = [k for k in ChainBound(None, relaxed).chain if k in over], relaxed.own.tolist()
+    ends = [len(rows) * i // count for i in range(count + 1)]
+    ops = [max(rows[a:b], key=own.__getitem__) for a, b in pairwise(ends) if b > a]
+    return total + max(best, _Path(relaxed, ops, budget, deadline).longest())
+
+
+class _Path:
+    """Stretches between any two of some moments (``ops``): seconds that each takes at least (``low``), and that it
+    takes at least as far as is known yet, or would if a cut within the bytes were the best one (``high``)."""
+
+    def __init__(self, relaxed: Relaxation, ops: Sequence[int], budget: int, deadline: Deadline) -> None:
+        self.relaxed, self.ops, self.deadline, self.work = relaxed, ops, deadline, _EDGES
+        self.at: dict[tuple[int, int], tuple[Moment, int]] = {}
+        self.first: dict[tuple[int, int], Priced] = {}
+        for i, k in enumerate(self.ops):
+            for j in range(i + 1, len(self.ops) + 1):
+                if deadline.over:
+                    return
+                at = relaxed.moment(k, self.ops[j] if j < len(self.ops) else None)
+                self.at[i, j] = at, budget - at.own
+                self.first[i, j] = relaxed.priced(at, at.bytes, budget - at.own, deadline)
+        self.low = {ij: p.seconds for ij, p in self.first.items()}
+        self.high = {ij: max(p.seconds, p.within) for ij, p in self.first.items()}
+
+    def longest(self) -> float:
+        """Seconds that the stretches of a path take together."""
+        if len(self.first) < len(self.ops) * (len(self.ops) + 1) // 2:  # the deadline was first
+            return 0.0
+        known: set[tuple[int, int]] = set()
+        while self.work > 0 and not self.deadline.over:
+            most, path = self._path(self.high)
+            new = [ij for ij in path if ij not in known]
+            if not new or most <= self._path(self.low)[0] + _LITTLE * self.relaxed.total:
+                break
+            for ij in new:
+                known.add(ij)
+                self.low[ij] = self.high[ij] = max(self.low[ij], self._whole(ij))
+        return self._path(self.low)[0]
+
+    def _path(self, seconds: Mapping[tuple[int, int], float]) -> tuple[float, list[tuple[int, int]]]:
+        n = len(self.ops)
+        best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])] * (n + 1)
+        for i in reversed(range(n)):
+            ways = ((seconds[i, j] + best[j][0], [(i, j), *best[j][1]]) for j in range(i + 1, n + 1))
+            best[i] = max(ways, key=lambda way: way[0])
+        return max(best, key=lambda way: way[0])
+
+    def _whole(self, ij: tuple[int, int]) -> float:
+        """Seconds of a stretch where every storage is in memory as a whole or not at all, as far as the branches
+        with the least bounds prove."""
+        at, room = self.at[ij]
+        p, within, count = self.first[ij], self.first[ij].within, 0
+        heap = [(p.seconds, count, p.edge, at.bytes, room)]
+        while heap[0][2] >= 0 and heap[0][0] < within * (1 - 1e-9) and self.work > 0:
+            if count >= _BRANCHES or self.deadline.over:
+                break
+            least, _, edge, nbytes, room = heapq.heappop(heap)
+            for value, left in ((0, room - int(nbytes[edge])), (-1, room)):
+                branch = nbytes.copy()
+                branch[edge] = value
+                p = self.relaxed.priced(at, branch, left, self.deadline)
+                count, within = count + 1, min(within, p.within)
+                self.work -= p.cuts * len(branch)
+                heapq.heappush(heap, (max(least, p.seconds), count, p.edge, branch, left))
+        return min(heap[0][0], within * (1 - 1e-9))

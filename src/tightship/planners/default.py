@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
 
-from tightship.analysis.bounds import lower_bound, time_bound
+from tightship.analysis.bounds import lower_bound
+from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
 from tightship.analysis.packing import packings
 from tightship.diagnose.advice import advice
@@ -733,7 +734,7 @@ def least_time(
     """Seconds no plan by the ways that the options allow can go below."""
     redraw = _REDRAW in _means(o)
     least, in_place = _least(problem), problem.in_place
-    return time_bound(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
+    return chain_bound(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
 
 
 def _allowed(problem: EvictionProblem, o: Options) -> Hashable:

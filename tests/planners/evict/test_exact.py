@@ -12,6 +12,8 @@ import pytest
 from support.chains import chain
 from support.optimum import least_extra
 from support.strategies import random_graph
+from tightship.analysis.bounds import time_bound
+from tightship.analysis.moment_chain import chain_bound
 from tightship.errors import Unsupported
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.options import NEVER
@@ -199,6 +201,27 @@ def test_what_is_proved_of_several_moments_holds_for_every_plan_and_is_mostly_th
             met += least > 0
             equal += least > 0 and proved >= least * (1 - 1e-9)
     assert met >= 15 and equal >= met * 2 // 3
+
+
+def test_what_is_proved_without_the_solver_holds_for_every_plan_and_is_more_than_one_moment_shows() -> None:
+    more = met = 0
+    for seed in range(24):
+        graph = trained(seed)
+        once = sum(op.time for op in graph.ops)
+        for part in (0.65, 0.75, 0.85):
+            limit = limit_of(graph, part)
+            try:
+                least = least_extra(graph, limit, 100_000)
+            except RuntimeError:  # too many states
+                continue
+            one, several = time_bound(graph, limit), chain_bound(graph, limit)
+            assert one <= several
+            if least is None:
+                continue
+            assert several - once <= least * (1 + 1e-9) + 1e-9
+            met += least > 0
+            more += several > one * (1 + 1e-6)
+    assert met >= 15 and more >= met // 3
 
 
 def test_with_the_solver_a_plan_is_proved_the_best_that_is_so_without() -> None:
