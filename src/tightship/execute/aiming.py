@@ -167,6 +167,7 @@ class Aim(Generic[T]):
         if self.graph is not graph:  # what was learned is not of the model that plans are kept for
             line = simulate.replay(graph, plan.steps)
             plan = replace(
-                plan, digest=graph.digest, peak=line.peak, time=line.time, lower_bound=0, time_bound=0.0
+                plan, digest=graph.digest, peak=line.peak, peak_before=self.unplanned, time=line.time, lower_bound=0,
+                time_bound=0.0,
             )  # fmt: skip
         return self.candidate(plan), None

@@ -11,6 +11,7 @@ replayed to the byte; what runs was replayed and is within the budget, or ``Infe
 from __future__ import annotations
 
 import inspect
+import pathlib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from tightship.execute.cache import (
 )
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
+from tightship.execute.kept_code import Choice, KeptCode
 from tightship.execute.parts import bytes_of_inputs, gradients_of
 from tightship.execute.prepared import Settings, Thrashing, Variant, log_plan
 from tightship.execute.script import device_of
@@ -44,7 +46,7 @@ from tightship.frontends.torch import compat, compat_inductor
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import FusedStep, between_blocks, fuse_step
-from tightship.frontends.torch.compat_inductor import Lowered
+from tightship.frontends.torch.compat_inductor import Lowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.updates import Member, Updater, each, independent, state_at
 from tightship.frontends.torch.program import Program
@@ -311,10 +313,6 @@ def _state_like(member: Member) -> list[tuple[Any, torch.Tensor]]:
 _INDUCTOR = "Inductor"
 
 
-class _Outdated(TightshipError):
-    """What was kept of an earlier run does not hold."""
-
-
 def _unplanned(first: Candidate[GraphModule] | None) -> Unplanned:
     assert first is not None and first.replay is not None
     r = first.replay
@@ -342,26 +340,49 @@ class _Compilation:
         self.model: FusedStep | None = None
         self.outputs = len(program.results) - len(program.gradients)
         self.looks = True  # whether choices of earlier runs count
+        self.best: Candidate[GraphModule] | None = None
+        self.code: KeptCode | None = None
+        self.kept: KeptPartitions | None = None
 
     def run(self) -> _Compiled:
         _check_updates(self.program)
-        try:
-            return self._run()
-        except _Outdated:  # it is chosen anew
-            self.kept.forget()
-            self.looks, self.count = False, 0
+        folder = folder_of(self.settings.measuring.get("cache", DEFAULT))
+        for kept in ("code", "choices", ""):
+            self.looks, self.best, self.count = bool(kept), None, 0
             self.seen.clear()
-            return self._run()
+            try:
+                return self._run(folder, kept)
+            except Outdated:  # it is made anew
+                for file in (self.code, self.kept):
+                    if file is not None:
+                        file.forget()
+        raise AssertionError
 
-    def _run(self) -> _Compiled:
+    def _run(self, folder: pathlib.Path | None, kept: str) -> _Compiled:
         program = self.program
         flat = flatten_program(program, self.optimizer)
         self.own = aligned(8, self.align) * len(flat.numbers)
-        call, lowered = compat_inductor.compile_flat(flat.graph, flat.inputs, self.choose)
+        self.code = None
+        if folder is not None and kept:
+            made_from = (
+                "step",
+                self.settings.budget,
+                self._options,
+                self.outputs,
+                self._static,
+                self.beside,
+                self.align,
+            )
+            self.code = KeptCode(folder, made_from, self.measured, joint=kept == "code")
+        call, lowered = compat_inductor.compile_flat(flat.graph, flat.inputs, self.choose, self.code)
+        if self.best is None:
+            self.best = self._loaded(flat.graph)
+        elif self.code is not None:
+            self.code.keep_choice(self._choice(self.best))
         replay = self.replayed(lowered)
         if max(replay.peaks) != self.best.peak:
             if self.best.replay is None:
-                raise _Outdated("a kept choice")
+                raise Outdated("a kept choice")
             text = f"compiled, the step needs {max(replay.peaks)} B and not the {self.best.peak} B that were replayed"
             raise VerificationFailed([text], f"graph {program.graph.name}")
         passes, arena = place(replay, most=self.best.peak if self.budget is None else None)
@@ -388,11 +409,36 @@ class _Compilation:
 
     # --- which graph ---
 
+    @property
+    def _options(self) -> default.Options:
+        options = getattr(self.settings.planner, "options", None)
+        return options if isinstance(options, default.Options) else default.Options()
+
+    @property
+    def _static(self) -> int:
+        return self.program.graph.static_bytes + self.own
+
+    def _choice(self, best: Candidate[GraphModule]) -> Choice:
+        return Choice(
+            self._static, self._static, 0, self.outputs, 0, (), self.budget, self.unplanned, best.peak,
+            best.recomputed, best.seconds, best.source, self.count, (),
+        )  # fmt: skip
+
+    def _loaded(self, graph: GraphModule) -> Candidate[GraphModule]:
+        """What was decided when the code that is loaded was made. Raises ``Outdated``."""
+        c = None if self.code is None else self.code.choice()
+        if c is None or c.given != self._static:
+            raise Outdated("what was decided for kept code is not known")
+        self.unplanned, self.count = c.unplanned, c.lowered
+        self.budget = self.resolved(self._static, max(c.unplanned.peaks, default=0), self.beside)
+        if self.budget != c.budget:
+            raise Outdated("kept code is within another budget")
+        return Candidate(graph, c.source, c.peak, c.peak, None, c.recomputed, c.seconds)
+
     def choose(self, gm: GraphModule, lower: Callable[[GraphModule], Lowered]) -> GraphModule:
         self.gm, self.lower = gm, lower
-        static = self.program.graph.static_bytes + self.own
-        options = getattr(self.settings.planner, "options", default.Options())
-        made_from = ("step", compat_inductor.digest(gm, ()), self.outputs, static, self.align, options)
+        static = self._static
+        made_from = ("step", compat_inductor.digest(gm, ()), self.outputs, static, self.align, self._options)
         self.kept = KeptPartitions(folder_of(self.settings.measuring.get("cache", DEFAULT)), made_from)
         known = self.kept.read() if self.looks else None
         first = None if known is not None else self.candidate(gm, _INDUCTOR)
@@ -413,7 +459,7 @@ class _Compilation:
         return best.made
 
     def _again(self, row: Partition) -> Candidate[GraphModule]:
-        """What was chosen in an earlier run. Raises ``_Outdated`` where it is not this graph's."""
+        """What was chosen in an earlier run. Raises ``Outdated`` where it is not this graph's."""
         try:
             plan, made = plan_of(row), self.gm if row.source == _INDUCTOR else None
             if made is None:
@@ -426,7 +472,7 @@ class _Compilation:
             if made is None:
                 raise BadInput("a kept choice is Inductor's own, or of a plan")
         except TightshipError as error:
-            raise _Outdated(str(error)) from error
+            raise Outdated(str(error)) from error
         self.count = row.lowered
         return Candidate(
             made, row.source, row.peak, row.needed, None, row.recomputed, row.seconds, row.share, plan
@@ -453,8 +499,7 @@ class _Compilation:
         def ours(plan: Plan) -> Candidate[GraphModule]:
             return self.candidate(model.ordered(plan), "tightship", plan)
 
-        options = getattr(self.settings.planner, "options", default.Options())
-        aim = Aim(model, options, ours, budget, static)
+        aim = Aim(model, self._options, ours, budget, static)
         found = aim.run()
         best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
         for share in (1.0, *STOCK, None):

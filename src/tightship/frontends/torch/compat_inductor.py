@@ -13,7 +13,7 @@ import hashlib
 import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
@@ -570,27 +570,18 @@ def compile_graph(
     caches count: what they have is not partitioned, lowered or compiled again. Raises `Outdated` where they have
     passes whose lines nobody kept."""
     require_inductor()
-    from torch._functorch import config as aot_config
-    from torch._inductor import compile_fx, config
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor import compile_fx
 
     orig = (compile_fx.get_num_model_outputs(gm), len(inputs))
 
-    class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
-        def uuid(self) -> Any:
-            return None if code is None else f"tightship {code.name}"
+    def cut(joint: GraphModule, joint_inputs: Sequence[Any], **more: Any) -> Any:
+        static = tuple(more.get("static_lifetime_input_indices") or ())
 
-        def __reduce__(self) -> Any:  # caches' keys have Inductor's settings in them
-            return str, (self.uuid(),)
+        def lowered(pair: Pair) -> tuple[Lowered, Lowered]:
+            return lower(pair, static, orig_outputs=orig[0], orig_inputs=orig[1])
 
-        def __call__(self, joint: GraphModule, joint_inputs: Sequence[Any], **more: Any) -> Any:
-            static = tuple(more.get("static_lifetime_input_indices") or ())
-
-            def lowered(pair: Pair) -> tuple[Lowered, Lowered]:
-                return lower(pair, static, orig_outputs=orig[0], orig_inputs=orig[1])
-
-            pair = partition(joint, joint_inputs, int(more["num_fwd_outputs"]), static, lowered)
-            return pair.forward, pair.backward
+        pair = partition(joint, joint_inputs, int(more["num_fwd_outputs"]), static, lowered)
+        return pair.forward, pair.backward
 
     made_here: list[Any] = []
 
@@ -605,18 +596,7 @@ def compile_graph(
         made.current_callable = finished(kind, lowered, made.current_callable)
         return made
 
-    own = {"custom_partitioner_fn": Partitioner(), "graph_partition": False, "memory_planning": False}
-    aot: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
-    if code is None:
-        own["fx_graph_cache"] = False
-    if code is None or not code.joint:
-        aot["enable_autograd_cache"] = False
-    _forget_strides()
-    with ExitStack() as stack:
-        stack.enter_context(config.patch(own))
-        stack.enter_context(aot_config.patch(aot))
-        loaded = stack.enter_context(_compiled_graphs())
-        stack.enter_context(_errors_unwrapped())
+    with _caches(_partitioner(code, cut), code, force_non_lazy_backward_lowering=True) as loaded:
         made: Callable[..., Any] = compile_fx.compile_fx(gm, inputs, inner_compile=inner)
     if code is not None and not made_here:
         if not loaded:
@@ -626,6 +606,41 @@ def compile_graph(
             lowered = _kept_lines(graph, kind, code)
             graph.current_callable = finished(kind, lowered, graph.current_callable)
     return made
+
+
+def _partitioner(code: Code | None, cut: Callable[..., Any] | None) -> Any:
+    """What Inductor calls in the place of its own partitioner, known to caches by the name of ``code``."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+        def uuid(self) -> Any:
+            return None if code is None else f"tightship {code.name}"
+
+        def __reduce__(self) -> Any:  # caches' keys have Inductor's settings in them
+            return str, (self.uuid(),)
+
+        def __call__(self, *args: Any, **more: Any) -> Any:
+            assert cut is not None
+            return cut(*args, **more)
+
+    return Partitioner()
+
+
+@contextmanager
+def _caches(partitioner: Any, code: Code | None, **aot: Any) -> Iterator[list[Any]]:
+    """Inside, Inductor compiles for `compile_graph` and `compile_flat`, with its caches as ``code`` says. Lists every
+    pass that it compiles or loads."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config
+
+    own = {"custom_partitioner_fn": partitioner, "graph_partition": False, "memory_planning": False}
+    if code is None:
+        own["fx_graph_cache"] = False
+    if code is None or not code.joint:
+        aot["enable_autograd_cache"] = False
+    _forget_strides()
+    with config.patch(own), aot_config.patch(aot), _compiled_graphs() as loaded, _errors_unwrapped():
+        yield loaded
 
 
 def _made(
@@ -758,39 +773,44 @@ Lower = Callable[[GraphModule], Lowered]
 
 
 def compile_flat(
-    gm: GraphModule, inputs: Sequence[Any], choose: Callable[[GraphModule, Lower], GraphModule]
-) -> tuple[Callable[[list[Any]], Any], Lowered]:
+    gm: GraphModule, inputs: Sequence[Any], choose: Callable[[GraphModule, Lower], GraphModule],
+    code: Code | None = None,
+) -> tuple[Callable[[list[Any]], Any], Lowered]:  # fmt: skip
     """Compiles a graph that computes gradients and updates by itself, and writes to its inputs. ``choose`` gets it as
     Inductor would compile it (without views that are written to; each write is an ``aten.copy_`` to an input, at
     the end), and what lowers such a graph without building kernels, and returns the graph that is compiled. Returns
-    a function of a list of arguments, which it empties, and what it was lowered to."""
+    a function of a list of arguments, which it empties, and what it was lowered to; ``code`` as in
+    `compile_graph`."""
     require_inductor()
-    from torch._functorch import config as aot_config
     from torch._inductor import compile_fx, config
 
     found: list[Any] = []
 
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
         def lowered(candidate: GraphModule) -> Lowered:
-            with _scalar_kernels(), _recording(stop=True) as recorder, suppress(_Stopped):
+            recording = _recording(stop=True)
+            with (
+                config.patch(fx_graph_cache=False),
+                _scalar_kernels(),
+                recording as recorder,
+                suppress(_Stopped),
+            ):
                 compile_fx.compile_fx_inner(_copied(candidate), example_inputs, **more)
             if not recorder.found:
                 raise Unsupported("a step that computes nothing", "there is nothing to lower")
             return recorder.found[0]
 
-        chosen = choose(graph, lowered)
-        with _recording(stop=False) as recorder:
-            made = compile_fx.compile_fx_inner(_copied(chosen), example_inputs, **more)
-        found[:] = [made.current_callable, recorder.found[0]]
+        made, lines = _made(_copied(choose(graph, lowered)), example_inputs, more, "step", code)
+        found[:] = [made.current_callable, lines]
         return made
 
-    own = {"fx_graph_cache": False, "graph_partition": False, "memory_planning": False}
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(config.patch(own))
-        stack.enter_context(aot_config.patch({"enable_autograd_cache": False}))
-        stack.enter_context(_errors_unwrapped())
+    with _caches(_partitioner(code, None), code) as loaded, torch.no_grad():
         compile_fx.compile_fx(gm, list(inputs), inner_compile=inner)
+    if not found:
+        assert code is not None
+        if len(loaded) != 1:
+            raise Outdated("a step was kept that computes nothing")
+        found[:] = [loaded[0].current_callable, _kept_lines(loaded[0], "step", code)]
     call, lowered_ = found
     return call, lowered_
 
