@@ -574,10 +574,43 @@ def test_a_second_start_of_a_step_chooses_nothing_and_a_file_that_does_not_hold_
     assert counted
     assert start() == first
     assert not counted
+    for file in tmp_path.glob("plan-code-*"):  # code that is kept is taken without another look
+        file.unlink()
     (file,) = tmp_path.glob("plan-compiled-*")
     file.write_text(file.read_text().replace(f'"peak":{first[1][0]},', f'"peak":{first[1][0] + 64},'))
     assert start() == first
     assert counted
+
+
+@pytest.mark.parametrize("budget", [None, "80%"])
+def test_the_next_process_compiles_nothing_of_a_step(tmp_path, monkeypatch, budget):
+    from torch._inductor import compile_fx
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    made, whole = [], compile_fx.fx_codegen_and_compile
+
+    def counting(*args, **more):
+        made.append(1)
+        return whole(*args, **more)
+
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", counting)
+
+    def start():
+        made.clear()
+        torch.manual_seed(0)
+        rows = [m for _ in range(2) for m in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))]
+        model = nn.Sequential(*rows, nn.Linear(16, 4))
+        step = fit(
+            model, loss, sgd(model), data(256), budget, mode="compiled", strict=True, cache=str(tmp_path)
+        )
+        numbers = train(step, n=256)
+        assert as_planned(step)
+        return numbers, step.plan
+
+    first = start()
+    assert made
+    assert start() == first
+    assert not made
 
 
 # --- updates apart ---

@@ -60,9 +60,14 @@ LAZY_BITS = {
 # --- fake tensors and storages --------------------------------------------------------------------------------
 
 
-def fake_mode() -> Any:
-    """A mode in which tensors have shapes and no data; every shape is static."""
-    return _fake.FakeTensorMode(allow_non_fake_inputs=True)
+def fake_mode(*, cached: bool = False) -> Any:
+    """A mode in which tensors have shapes and no data; every shape is static. ``cached``: code that is compiled for
+    such tensors may be kept by PyTorch's caches, which ask for what is known of symbolic shapes."""
+    if not cached:
+        return _fake.FakeTensorMode(allow_non_fake_inputs=True)
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return _fake.FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def is_fake(tensor: object) -> bool:

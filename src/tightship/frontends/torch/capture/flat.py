@@ -84,7 +84,7 @@ class _Flattening:
 
     def run(self) -> Flat:
         self._check()
-        mode = compat.fake_mode()
+        mode = compat.fake_mode(cached=True)
         graph = self.program.graph
         inputs = []
         for slot in self.slots:
