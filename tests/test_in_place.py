@@ -135,6 +135,21 @@ def test_a_graph_says_sensible_things() -> None:
     assert with_pair().digest != graph.digest == small().digest
 
 
+@pytest.mark.parametrize("early", ["an op before", "the caller"])
+def test_what_takes_a_place_is_not_there_before(early: str) -> None:
+    """An earlier op, or the caller, made the storage of which the op returns another view."""
+    graph = small()
+    view = len(graph.values)
+    values = (*graph.values, replace(graph.values[B], name="view", storage=B))
+    if early == "the caller":
+        ops, inputs = graph.ops, (*graph.inputs, view)
+    else:
+        first = graph.ops[0]
+        ops, inputs = (replace(first, outputs=(*first.outputs, view)), *graph.ops[1:]), graph.inputs
+    with pytest.raises(BadInput, match="is not there before"):
+        replace(graph, values=values, ops=ops, inputs=inputs)
+
+
 @pytest.mark.parametrize("steps", [
     (run(0, (X, A)), *GOOD[1:]),
     (run(0), run(1, (B, A)), *GOOD[2:]),

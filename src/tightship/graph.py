@@ -110,7 +110,8 @@ class Op:
     ``effect``   anything else that must happen exactly once (collectives, host side effects).
     ``control``  ops that must run earlier although no value says so.
     ``overwrites`` pairs (storage read, storage defined): the op gives the same results when the second lies exactly
-                 where the first lies, if nothing needs the first afterwards. Both have the same size.
+                 where the first lies, if nothing needs the first afterwards. Both have the same size, and no value
+                 of the second is there before the op.
     ``workspace`` bytes the op needs beyond its results while it runs: the maximum over the op's own run of
                  (bytes it has requested and not yet freed) minus the bytes of its results.
     ``requests`` the measured sequence of allocator requests, when known.
@@ -372,14 +373,14 @@ def _rules(g: Graph) -> Iterator[_Judged]:
         yield known, "a value's storage is an index of Graph.storages", v.storage, place
         strides = not v.stride or len(v.stride) == len(v.shape)
         yield strides, "a value has a stride for each dimension", (v.shape, v.stride), place
-    defined = bytearray(len(g.values))
+    defined, held = bytearray(len(g.values)), bytearray(len(g.storages))
     for i in g.inputs:
         yield 0 <= i < len(g.values), "a graph input is an index of Graph.values", i, "Graph.inputs"
-        defined[i] = 1
+        defined[i] = held[g.values[i].storage] = 1
     seconds = 0.0
     for k, o in enumerate(g.ops):
         seconds += o.time
-        yield from _rules_of_op(g, k, defined, seconds)
+        yield from _rules_of_op(g, k, defined, held, seconds)
     deep, called = g.nesting
     place = f"graph {g.name!r}"
     yield deep <= DEEPEST, f"graphs lie at most {DEEPEST} deep in one another", deep, place
@@ -389,8 +390,9 @@ def _rules(g: Graph) -> Iterator[_Judged]:
         yield there, "a graph output is a defined value", i, "Graph.outputs"
 
 
-def _rules_of_op(g: Graph, k: int, defined: bytearray, seconds: float) -> Iterator[_Judged]:
-    """``defined``: which values there are, the op's own at the end; ``seconds``: those of all ops so far."""
+def _rules_of_op(g: Graph, k: int, defined: bytearray, held: bytearray, seconds: float) -> Iterator[_Judged]:
+    """``defined`` and ``held``: which values and storages there are, the op's own at the end; ``seconds``: those of
+    all ops so far."""
     o = g.ops[k]
     place = f"op {o.name!r}"
     for i in o.inputs:
@@ -421,6 +423,9 @@ def _rules_of_op(g: Graph, k: int, defined: bytearray, seconds: float) -> Iterat
             yield free, rule, (a, b), place
             sizes = g.storages[a].size, g.storages[b].size
             yield sizes[0] == sizes[1], "what takes a storage's place has its size", sizes, place
+            yield not held[b], "what takes a storage's place is not there before", (a, b), place
+    for i in o.outputs:
+        held[g.values[i].storage] = 1
     for c in o.control:
         yield 0 <= c < k, "a control predecessor stands earlier in the graph's order", c, place
 
