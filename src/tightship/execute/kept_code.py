@@ -21,7 +21,7 @@ import msgspec
 
 from tightship.errors import Unsupported
 from tightship.execute.cache import UNREADABLE, Unplanned, made_here, write_kept
-from tightship.execute.compiled import Asked, Measured
+from tightship.execute.compiled import Asked, Measured, StepReplay
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.graph import MOST_BYTES
 
@@ -108,9 +108,11 @@ class KeptCode:
                 for e in found.events
             )
             self.measured.learn({k: Asked(rows, _tree(result)) for k, (rows, result) in found.asked.items()})
-        except (KeyError, TypeError):
+            lowered = Lowered(events, found.inputs, found.outputs, found.strides, found.constants)
+            StepReplay(0, self.measured, 1).run(lowered, [None] * len(lowered.inputs))
+        except (KeyError, IndexError, TypeError, AssertionError):  # lines of nothing
             return None
-        return Lowered(events, found.inputs, found.outputs, found.strides, found.constants)
+        return lowered
 
     def keep_lines(self, kind: str, key: str, lowered: Lowered) -> None:
         """Takes note of the key and the lines of a pass. What its kernels ask for is measured, if it is not yet."""
