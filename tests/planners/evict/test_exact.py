@@ -5,7 +5,10 @@ from __future__ import annotations
 import builtins
 import random
 import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +26,7 @@ from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.hints import parse_hints, resolve
 from tightship.simulate import baseline, replay
 
+TESTS = Path(__file__).parents[2]
 PROVE = exact.Options(again=4, effort=5.0, seconds=30.0, work=20_000)
 
 
@@ -116,6 +120,22 @@ def test_ops_that_write_one_storage_are_one_unit() -> None:
         if s not in graph.static and writers:
             assert len({problem.unit_at[w] for w in writers}) == 1
     assert sorted(at for unit in problem.units for at in unit.at) == list(range(len(graph.ops)))
+
+
+def test_a_solver_that_is_stopped_anywhere_does_not_end_the_process() -> None:
+    """OR-tools ends it where it is told to repair hints and stopped while it loads the model that does so."""
+    pytest.importorskip("ortools")
+    code = (
+        "from support.chains import chain; from tightship.planners.evict import exact;"
+        "from tightship.planners.evict.problem import EvictionProblem as Problem; graph = chain(12);"
+        "problem = Problem(graph, tuple(range(len(graph.ops)))); total = sum(s.size for s in graph.storages);"
+        "found = [exact.plan(problem, int(part * total), exact.Options(effort=k / 4000, seconds=60, work=500))"
+        " for part in (0.3, 0.5) for k in range(1, 17)]; print(len(found))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "32\n"), ended.stderr
 
 
 def test_ctrl_c_is_heard_after_the_solver_as_before() -> None:

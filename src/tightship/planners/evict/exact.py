@@ -444,8 +444,9 @@ class Model:
         solver = self.cp.CpSolver()
         p = solver.parameters
         p.random_seed, p.max_time_in_seconds, p.max_deterministic_time = seed, seconds, work
-        # Several strategies in turns on one thread: the same answer on every machine.
-        p.num_workers, p.interleave_search, p.repair_hint = 8, True, True
+        # Several strategies in turns on one thread: the same answer on every machine. Hints are not repaired:
+        # OR-tools 9.15 ends the process when time is up while it loads the model that repairs them.
+        p.num_workers, p.interleave_search = 8, True
         p.catch_sigint_signal = False  # it would leave Ctrl-C to the system, which ends the process
         status = solver.solve(self.model)
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
