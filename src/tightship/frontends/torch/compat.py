@@ -67,7 +67,8 @@ def fake_mode(*, cached: bool = False) -> Any:
         return _fake.FakeTensorMode(allow_non_fake_inputs=True)
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return _fake.FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    known = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return _fake.FakeTensorMode(allow_non_fake_inputs=True, shape_env=known, static_shapes=True)
 
 
 def is_fake(tensor: object) -> bool:
