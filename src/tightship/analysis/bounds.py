@@ -380,12 +380,10 @@ def lower_bound(
         load[k] = max(int(load[k]), found)
     best = int(load.argmax())
     end, last = _at_end(relaxed, alone=recompute and not least)
-    least, op = (int(load[best]), best) if load[best] >= end else (end, last)
-    if recompute:
-        found, at = last_run_bound(relaxed, least, deadline)
-        least, op = (found, at) if found > least else (least, op)
-    bound = Bound(least)
-    bound.op = op
+    nbytes, op = (int(load[best]), best) if load[best] >= end else (end, last)
+    found, at = last_run_bound(relaxed, nbytes, deadline) if recompute else (nbytes, op)
+    bound = Bound(found)
+    bound.op = at if found > nbytes else op
     return bound
 
 
