@@ -22,6 +22,7 @@ from typing import Any, TypedDict
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
+from tightship.analysis.order import is_legal
 from tightship.analysis.packing import packings
 from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible, VerificationFailed
@@ -473,6 +474,8 @@ class _Search:
         tried.append(order)
         problem = self.problem.deeper(order)
         self._search_in(problem, progress, clock)
+        if self.reached.within(self.budget) is None:
+            self.in_parts = False  # not in this way
         if best is None or self.reached.within(self.budget) is not best:
             self.problem = problem
 
@@ -532,7 +535,7 @@ class _Search:
             graph, stands = divided(problem.graph, divisible(problem.graph)[:count])
             part = clock.search.part(_PREPARED)
             if problem.deep:
-                order = run.order(_DEMAND, graph, part)
+                order = _parts_last(graph, stands, run.order(_DEMAND, graph, part))
             else:
                 order = order_of(graph, self.options, unplanned(graph).peak, part, self.budget)
             chained = tuple(stands.index(k) for k in problem.chained)
@@ -737,6 +740,13 @@ class _Search:
             at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
+
+
+def _parts_last(graph: Graph, stands: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The order with what makes results that stay, in an op of its own (`lowering.divided`), at the end."""
+    late = {k for k in range(1, len(stands)) if stands[k] == stands[k - 1]}
+    last = (*(k for k in order if k not in late), *(k for k in order if k in late))
+    return last if is_legal(graph, last) else order
 
 
 def _beside(progress: Progress | None, seconds: float) -> Progress | None:
