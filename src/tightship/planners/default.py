@@ -29,7 +29,7 @@ from tightship.graph import Graph
 from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
-from tightship.planners.ahead import begun_ahead, largest_gather
+from tightship.planners.ahead import begun_ahead, largest_gather, runs_beside
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
@@ -405,12 +405,13 @@ class _Search:
     def ahead(
         self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: _Clock
     ) -> tuple[run.Evicted, Layout]:
-        """The same with gathers between ranks begun ahead of where they are read, or that of another search, which
-        leaves bytes for that and takes no longer: whichever is faster."""
-        if not (size := largest_gather(self.graph)):
+        """The same with gathers between ranks, and copies of what streams, beside other ops, or that of another
+        search, which leaves bytes for gathers and takes no longer: whichever is faster."""
+        if not runs_beside(self.graph):
             return found, layout
+        size = largest_gather(self.graph)
         best, took = self._begun_ahead(found, layout, clock), time.perf_counter() - clock.began
-        for count in _GATHERS if self.budget is not None and not self.interrupted else ():
+        for count in _GATHERS if size and self.budget is not None and not self.interrupted else ():
             lower = self.budget - count * size if self.budget is not None else 0
             if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
                 break
