@@ -24,16 +24,16 @@ import json
 import random
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -43,7 +43,7 @@ from support.hostile import changed, hostile
 from support.optimum import optimum
 from support.oracle import faults
 from support.placing import assert_right
-from support.strategies import random_graph
+from support.strategies import EVERYTHING, GATHER, REDUCE, random_graph
 from tightship import api
 from tightship.cli import main as command
 from tightship.errors import Infeasible, TightshipError, VerificationFailed
@@ -58,35 +58,111 @@ USUAL = 10
 BESIDE = 10
 """By what the clock may run ahead of a case's own processor time, on a machine that does other work, too."""
 
-Judged = tuple[str, str]
-"""What came of a case, and what is wrong with it, if something is."""
+
+class Judged(NamedTuple):
+    """What came of a case, what is wrong with it, if something is, and what it had that is counted beside."""
+
+    what: str
+    fault: str = ""
+    had: tuple[str, ...] = ()
 
 
 # --- plans ---
 
 WAYS = ("recompute", "compress", "offload", "redraw")
+SELDOM = {"evict/exact": 0.2, "chain": 0.5, "states": 0.5}
+"""Planners that take longest: how often they are drawn, as a part of the others."""
+LIMITS = {"evict/exact": {"seconds": 1.0}}
+"""Options of named planners, where they have a limit of their own."""
+MANY = 25
+"""Ops from which on a graph is planned by all planners."""
 
 
 def plans(seed: int, size: int) -> Judged:
-    rng = random.Random(seed)
-    knobs = {"largest": rng.choice((1, 4, 16)), "static_writes": rng.choice((0.0, 0.0, 1.0))}
-    graph = random_graph(seed, size, random=rng.choice((0.0, 0.06, 0.2)), **knobs)
-    budget = f"static+{rng.randint(40, 105)}%"
+    """A graph with a planner and a budget; a large one with all planners."""
+    rng = random.Random(f"plans {seed}")
+    graph = random_graph(seed, size, **_knobs(rng))
     systems = sorted(api.systems())
-    name = rng.choice(["default", "default", *systems])
+    if size >= MANY:
+        rows = [_planned(graph, name, rng) for name in ("default", "default", *systems)]
+        had = tuple(h for row in rows for h in (row.what, *row.had))
+        fault = next((row.fault for row in rows if row.fault), "")
+        return Judged("all planners", fault, (*features(graph), *had))
+    weights = [len(systems) / 2, *(SELDOM.get(name, 1.0) for name in systems)]
+    row = _planned(graph, rng.choices(["default", *systems], weights)[0], rng)
+    return row._replace(had=(*features(graph), *row.had))
+
+
+def _knobs(rng: random.Random) -> dict[str, float]:
+    """A third of the graphs has all sorts of ops, in a third one sort stands out, and a third is as training steps
+    are: hardly anything but plain ops, and a second half that reads what the first one made, last made first. One in
+    ten is on a GPU."""
+    knobs: dict[str, float] = {
+        "largest": rng.choice((1, 4, 16)), "static_writes": rng.choice((0.0, 0.0, 1.0)), "nested": 0.1,
+        "random": rng.choice((0.0, 0.06, 0.2)), "cuda": float(rng.random() < 0.1), **EVERYTHING,
+    }  # fmt: skip
+    sorts = ("view", "inplace", "stats", "random", "effect", "calls", *EVERYTHING)
+    like = rng.randrange(3)
+    if like == 1:
+        knobs |= dict.fromkeys(EVERYTHING, 0.0) | {rng.choice(sorts): 0.4}
+    elif like == 2:
+        knobs |= dict.fromkeys(sorts, 0.01) | {"mirror": 1.0, "updates": 0.1, "static_writes": 0.0}
+    return knobs
+
+
+def features(graph: Graph) -> tuple[str, ...]:
+    """Which of the things that a graph may have this one has."""
+    home, there = [v.storage for v in graph.values], set(graph.static)
+    seen: set[str] = {f"{s.pool} pool" for s in graph.storages if s.pool != "device"}
+    for op in graph.ops:
+        new = {home[v] for v in op.outputs} - there
+        there |= new
+        seen |= {name for name, has in (
+            ("several results", len(new) > 1), ("views", len(op.outputs) > len(new) and not op.mutates),
+            ("values that share a result", len(op.outputs) > len(new) > 0),
+            ("in place", bool(set(op.mutates) - graph.static)),
+            ("writes of inputs", bool(set(op.mutates) & graph.static)),
+            ("statistics", bool(op.updates)), ("control", bool(op.control)), ("random", op.random),
+            ("random state", op.state > 0), ("effects", op.effect), ("workspace", op.workspace > 0),
+            ("requests", bool(op.requests)), ("results over inputs", bool(op.overwrites)), ("calls", bool(op.calls)),
+            ("nested calls", any(g.nesting[0] for g in op.calls)), ("collectives", op.target == REDUCE),
+            ("gathers", op.target == GATHER), ("a GPU", op.device != "cpu"),
+        ) if has}  # fmt: skip
+    seen |= {"slices" for v in graph.values if v.name.startswith("p")}
+    seen |= {"streamed parameters" for s in graph.storages if s.name.startswith("away")}
+    return tuple(f"graph: {name}" for name in sorted(seen))
+
+
+def _planned(graph: Graph, name: str, rng: random.Random) -> Judged:
+    budget = f"static+{rng.randint(*rng.choice(((30, 105), (85, 105), (95, 100))))}%"
     try:
         if name == "default":
-            made = default.plan(graph, budget, _options(rng))
+            made = default.plan(graph, budget if rng.random() < 0.9 else None, _options(rng))
         else:
-            made = api.plan_named(graph, name, rng.choice((budget, None))).plan
+            limits = LIMITS.get(name, {})
+            made = api.plan_named(graph, name, rng.choice((budget, None)), **limits).plan
             made = replace(made, budget=None)  # these say themselves whether they meet it
     except Infeasible as no:
-        return ("infeasible", f"{name}: its bound is no bound" if no.lower_bound > no.best_peak else "")
+        fault = f"{name}: its bound is no bound" if no.lower_bound > no.best_peak else ""
+        return Judged(f"{name} infeasible", fault)
     except VerificationFailed as error:
-        return name, f"{name}: made a wrong plan: {error.violations[0]}"
+        return Judged(name, f"{name}: made a wrong plan: {error.violations[0]}")
     except TightshipError:
-        return f"{name} refused", ""
-    return name, _wrong(graph, made, name)
+        return Judged(f"{name} refused")
+    return Judged(name, _wrong(graph, made, name), _means(made))
+
+
+def _means(plan: Plan) -> tuple[str, ...]:
+    """What a plan does, by the kinds of its steps and residences."""
+    steps = plan.steps
+    seen = {step.kind for step in steps} - {"compute", "free"}
+    seen |= {name for name, has in (
+        ("two streams or more", any(step.stream for step in steps)),
+        ("saved states", any(step.saves for step in steps)),
+        ("results over inputs", any(step.reuses for step in steps)), ("places", bool(plan.residences)),
+        ("handed out", plan.handed > 0), ("rounding", plan.lossy), ("another order", plan.moved > 0),
+    ) if has}  # fmt: skip
+    return tuple(f"plan: {name}" for name in sorted(seen))
 
 
 def _options(rng: random.Random) -> default.Options:
@@ -94,15 +170,18 @@ def _options(rng: random.Random) -> default.Options:
     means = {"offload": "offload", "compress": "compress"}
     evicts = [n for n in planners("evict") if means.get(n, "recompute") in allow and n != "evict/exact"]
     return default.Options(
-        order=rng.choice(["best", *planners("order")]),
+        order=rng.choice(["best", "given", *planners("order")]),
         evict=rng.choice(["anneal", *evicts]).removeprefix("evict/"),
         seconds=2.0,
         work=20_000,
+        gap=rng.choice((0.001, 0.0)),
         seed=rng.randrange(9),
         hand_out=rng.random() < 0.5,
         place=rng.random() < 0.8,
         reuse=rng.random() < 0.7,
         allow=",".join(allow),
+        lossy=rng.random() < 0.2,
+        host=rng.choice((0, 0, 64 * rng.randint(1, 40))),
     )
 
 
@@ -121,10 +200,13 @@ def verifier(seed: int, size: int) -> Judged:
     kind, changed = mutation.mutant(graph, plan, random.Random(seed))
     wrong, found = mutation.verdict(graph, changed)
     if wrong and not found:
-        return kind, f"{kind}: not found: {wrong[0]}"
+        return Judged(kind, f"{kind}: not found: {wrong[0]}")
     if not wrong:
-        return f"right to the oracle, {'refused' if found else 'and verified'}", ""
-    return f"only {next(iter(found))}" if len(found) == 1 else "several rules", ""
+        return Judged(
+            f"right to the oracle, {'refused' if found else 'and verified'}", had=(f"mutant: {kind}",)
+        )
+    rules = f"only {next(iter(found))}" if len(found) == 1 else "several rules"
+    return Judged(rules, had=(f"mutant: {kind}",))
 
 
 # --- places ---
@@ -148,7 +230,7 @@ def places(seed: int, size: int) -> Judged:
     name = rng.choice(sorted(planners("place")))
     solution = packing.pack(problem, name, packing.Search(seconds=1.0, work=3_000))
     assert_right(problem, solution)
-    return name, ""
+    return Judged(name)
 
 
 # --- optima ---
@@ -159,17 +241,17 @@ def optima(seed: int, size: int) -> Judged:
     try:
         points = optimum(graph, most=5_000)
     except RuntimeError:
-        return "too large", ""
+        return Judged("too large")
     best = points[-1].nbytes
     try:
         o = default.Options(seconds=5.0, work=100_000, place=False)
         problem = default.problem_of(graph, default.order_of(graph, o, 1 << 60), o)
         made = default.plan(graph, best, o, problem=replace(problem, in_place=True))
     except Infeasible as no:
-        return "missed", "the bound is above the optimum" if no.lower_bound > best else ""
-    return "met", "the bound is above the optimum" if made.lower_bound > best else _wrong(
-        graph, made, "default"
-    )
+        return Judged("missed", "the bound is above the optimum" if no.lower_bound > best else "")
+    if made.lower_bound > best:
+        return Judged("met", "the bound is above the optimum")
+    return Judged("met", _wrong(graph, made, "default"))
 
 
 # --- files ---
@@ -199,7 +281,7 @@ def files(seed: int, size: int) -> Judged:
     kind = rng.choice(sorted(set(VERBS) - lacking))
     verb = rng.choice(VERBS[kind])
     if verb[0] == "fit":
-        return kind, _kept(kind, seed, min(size, 3)) or _memory()
+        return Judged(kind, _kept(kind, seed, min(size, 3)) or _memory())
     more = ["--report", "page.html"] if verb[0] in ("plan", "pack", "assign") and rng.random() < 0.3 else []
     return read(kind, verb, *hostile(kind, seed, min(size, 3)), more)
 
@@ -222,12 +304,12 @@ def read(kind: str, verb: list[str], name: str, data: bytes, more: list[str]) ->
             status = command(given)
     what = f"{kind} {verb[0]} -> {status}"
     if status not in (0, 1, 2):
-        return what, f"{' '.join(verb)} {name}: {errors.getvalue().strip()[:300]}"
+        return Judged(what, f"{' '.join(verb)} {name}: {errors.getvalue().strip()[:300]}")
     try:
         json.loads(said.getvalue())
     except ValueError:
-        return what, f"{' '.join(verb)} {name}: no JSON"
-    return what, _memory()
+        return Judged(what, f"{' '.join(verb)} {name}: no JSON")
+    return Judged(what, _memory())
 
 
 def _memory() -> str:
@@ -268,13 +350,13 @@ def _server() -> disturbances.Server:
 def disturbed(seed: int, size: int) -> Judged:
     """A scenario and a fault; there are no smaller ones."""
     if disturbances.why_not():
-        return "not here", ""
+        return Judged("not here")
     rng = random.Random(f"faults {seed}")
     about = disturbances.SCENARIOS
     scenario = rng.choices(list(about), [1 / scenario.work for scenario in about.values()])[0]
     try:
         fault = disturbances.random_fault(_server(), scenario, rng)
-        return f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault)
+        return Judged(f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault))
     except (
         OSError,
         ValueError,
@@ -306,7 +388,7 @@ def judged(name: str, seed: int, size: int) -> Judged:
     try:
         return CLASSES[name](seed, size)
     except Exception as error:
-        return "raised", f"{type(error).__name__}: {str(error)[:300]}"
+        return Judged("raised", f"{type(error).__name__}: {str(error)[:300]}")
     finally:
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -317,9 +399,17 @@ def judged(name: str, seed: int, size: int) -> Judged:
 def shrunk(name: str, seed: int, size: int) -> tuple[int, str]:
     """The least size at which the case fails, and how."""
     for less in range(1, size + 1):
-        if fault := judged(name, seed, less)[1]:
+        if fault := judged(name, seed, less).fault:
             return less, fault
-    return size, judged(name, seed, size)[1]
+    return size, judged(name, seed, size).fault
+
+
+def size_of(name: str, rng: random.Random) -> int:
+    """Mostly small ones: of 1,000 `plans` 940 have 2 to 10 ops, 59 up to 24 and one up to 60."""
+    if name == "plans":
+        low, high = rng.choices(((2, 10), (11, 24), (MANY, 60)), (940, 59, 1))[0]
+        return rng.randint(low, high)
+    return rng.randint(1, rng.choice((6, 6, 24)))
 
 
 def campaign(
@@ -331,7 +421,7 @@ def campaign(
             if until():
                 return
             seed = begin.get(name, 0)
-            size = 1 + random.Random(f"{name} {seed}").randrange(6 if seed % 3 else 24)
+            size = size_of(name, random.Random(f"{name} {seed}"))
             yield name, seed, size, judged(name, seed, size)
             begin[name] = seed + 1
 
@@ -346,13 +436,13 @@ def main() -> int:
     if unknown := set(chosen.classes) - set(CLASSES):
         given.error(f"unknown class {unknown.pop()!r}: expected {', '.join(CLASSES)}")
     state: dict[str, Any] = json.loads(chosen.state.read_text()) if chosen.state.exists() else {}
-    begin, counts = state.get("begin", {}), {n: Counter(c) for n, c in state.get("counts", {}).items()}
-    failed = Counter(state.get("failed", {}))
+    begin: dict[str, int] = state.setdefault("begin", {})
+    tallies = _Tallies(state, _version())
     chosen.state.parent.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
         beside = chosen.state.with_suffix(".new")  # the old state or the new one, whatever ends the campaign
-        beside.write_text(json.dumps({"begin": begin, "counts": counts, "failed": failed}))
+        beside.write_text(json.dumps(state, indent=1))
         beside.replace(chosen.state)
 
     if find_spec("torch"):
@@ -361,14 +451,13 @@ def main() -> int:
     until = time.monotonic() + chosen.seconds
     kept = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
-        for name, seed, size, (what, fault) in campaign(
+        for name, seed, size, case in campaign(
             chosen.classes or list(CLASSES), begin, lambda: time.monotonic() > until
         ):
-            counts.setdefault(name, Counter())[what] += 1
-            if fault:
-                failed[name] += 1
+            tallies.add(name, case)
+            if case.fault:
                 least, fault = shrunk(name, seed, size)
-                row = {"class": name, "seed": seed, "size": least, "fault": fault}
+                row = {"class": name, "seed": seed, "size": least, "fault": fault, "code": tallies.version}
                 print(json.dumps(row), flush=True)
                 with chosen.failures.open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -376,10 +465,45 @@ def main() -> int:
                 keep()
                 kept = time.monotonic()
     keep()
-    for name, known in counts.items():
-        print(f"{name}: {sum(known.values())} tried, {failed[name]} failed")
-        print("  " + ", ".join(f"{what} {n}" for what, n in sorted(known.items())))
-    return 1 if failed else 0
+    tallies.show()
+    return 1 if any(state["failed"].values()) else 0
+
+
+class _Tallies:
+    """Counts in the state's dictionary: by class, of what came of cases, of what they had, of those that failed, of
+    those that each version of the code was tried with, and of processor seconds."""
+
+    def __init__(self, state: dict[str, Any], version: str) -> None:
+        self.state, self.version = state, version
+        for part in ("counts", "had", "failed", "code", "seconds"):
+            state.setdefault(part, {})
+        self.began = time.process_time()
+
+    def add(self, name: str, case: Judged) -> None:
+        for part, keys in (("counts", (case.what,)), ("had", case.had), ("code", (self.version,))):
+            row = self.state[part].setdefault(name, {})
+            for key in keys:
+                row[key] = row.get(key, 0) + 1
+        now = time.process_time()
+        self.state["failed"][name] = self.state["failed"].get(name, 0) + bool(case.fault)
+        self.state["seconds"][name] = self.state["seconds"].get(name, 0.0) + now - self.began
+        self.began = now
+
+    def show(self) -> None:
+        for name, known in self.state["counts"].items():
+            tried, seconds = sum(known.values()), self.state["seconds"].get(name, 0.0)
+            rate = f", {tried / seconds:.0f} a second" if seconds else ""
+            print(f"{name}: {tried:,} tried, {self.state['failed'].get(name, 0)} failed{rate}")
+            for row in (known, self.state["had"].get(name, {}), self.state["code"].get(name, {})):
+                print("  " + ", ".join(f"{what} {n:,}" for what, n in sorted(row.items())))
+
+
+def _version() -> str:
+    """Which code this is: the commit, with a plus where files differ from it."""
+    root = Path(__file__).resolve().parents[1]
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=7"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return said.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
