@@ -14,6 +14,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -51,12 +52,7 @@ def planners(group: str | None = None) -> dict[str, PlannerInfo]:
 
     Names are unique within a group; without ``group``, one that stands in several is given as ``group/name``.
     """
-    found = [info for info in (*_all_ours(), *_of_others(_import_path())) if group in (None, info.group)]
-    names = [info.name for info in found]
-    return {
-        f"{info.group}/{info.name}" if info.group and names.count(info.name) > 1 else info.name: info
-        for info in sorted(found, key=lambda info: (info.group, info.name))
-    }
+    return dict(_by_name(group, _import_path()))
 
 
 def planner(name: str, group: str | None = None) -> PlannerInfo:
@@ -82,6 +78,16 @@ def _modules_in(package: str, group: str) -> Iterator[tuple[str, str]]:
             yield from _modules_in(f"{package}.{entry.name}", entry.name)
         else:
             yield f"{package}.{entry.name}", group
+
+
+@lru_cache(maxsize=16)
+def _by_name(group: str | None, path: tuple[tuple[str, int], ...]) -> dict[str, PlannerInfo]:
+    found = [info for info in (*_all_ours(), *_of_others(path)) if group in (None, info.group)]
+    names = Counter(info.name for info in found)
+    return {
+        f"{info.group}/{info.name}" if info.group and names[info.name] > 1 else info.name: info
+        for info in sorted(found, key=lambda info: (info.group, info.name))
+    }
 
 
 @cache
