@@ -88,7 +88,7 @@ def plans(seed: int, size: int) -> Judged:
         had = tuple(h for row in rows for h in (row.what, *row.had))
         fault = next((row.fault for row in rows if row.fault), "")
         return Judged("all planners", fault, (*features(graph), *had))
-    weights = [len(systems) / 2, *(SELDOM.get(name, 1.0) for name in systems)]
+    weights = [len(systems) / 4, *(SELDOM.get(name, 1.0) for name in systems)]
     row = _planned(graph, rng.choices(["default", *systems], weights)[0], rng)
     return row._replace(had=(*features(graph), *row.had))
 

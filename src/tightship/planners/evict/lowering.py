@@ -83,7 +83,7 @@ def decide(
     more is copied out at once than the problem allows."""
     graph = problem.graph
     count = sum(run.again for run in runs or ()) + len(transfers)
-    kept = replay(graph, baseline(graph, problem.order))
+    kept = problem.kept
     steps = lower(graph, problem.order, runs, transfers)
     try:
         line: Timeline | None = replay(graph, steps)
