@@ -33,161 +33,27 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import faults as disturbances
-from support import mutation
-from support.hostile import changed, hostile
+from support import mutation, planned
+from support.hostile import FORMATS, changed, hostile
 from support.optimum import optimum
-from support.oracle import faults
 from support.placing import assert_right
-from support.strategies import EVERYTHING, GATHER, REDUCE, random_graph
-from tightship import api
+from support.planned import Judged, wrong
+from support.strategies import random_graph
 from tightship.cli import main as command
-from tightship.errors import Infeasible, TightshipError, VerificationFailed
-from tightship.graph import Graph
-from tightship.plan import Buffer, Plan, Problem
+from tightship.errors import Infeasible
+from tightship.plan import Buffer, Problem
 from tightship.planners import default, packing, planners
-from tightship.verify import verify
 
-LONGEST = {"faults": 300}
+LONGEST = {"faults": 300, "files": 8}
 """Seconds that a case may take beyond the limits that it was given: `USUAL`, but for these."""
 USUAL = 10
 BESIDE = 10
 """By what the clock may run ahead of a case's own processor time, on a machine that does other work, too."""
-
-
-class Judged(NamedTuple):
-    """What came of a case, what is wrong with it, if something is, and what it had that is counted beside."""
-
-    what: str
-    fault: str = ""
-    had: tuple[str, ...] = ()
-
-
-# --- plans ---
-
-WAYS = ("recompute", "compress", "offload", "redraw")
-SELDOM = {"evict/exact": 0.2, "chain": 0.5, "states": 0.5}
-"""Planners that take longest: how often they are drawn, as a part of the others."""
-LIMITS = {"evict/exact": {"seconds": 1.0}}
-"""Options of named planners, where they have a limit of their own."""
-MANY = 25
-"""Ops from which on a graph is planned by all planners."""
-
-
-def plans(seed: int, size: int) -> Judged:
-    """A graph with a planner and a budget; a large one with all planners."""
-    rng = random.Random(f"plans {seed}")
-    graph = random_graph(seed, size, **_knobs(rng))
-    systems = sorted(api.systems())
-    if size >= MANY:
-        rows = [_planned(graph, name, rng) for name in ("default", "default", *systems)]
-        had = tuple(h for row in rows for h in (row.what, *row.had))
-        fault = next((row.fault for row in rows if row.fault), "")
-        return Judged("all planners", fault, (*features(graph), *had))
-    weights = [len(systems) / 4, *(SELDOM.get(name, 1.0) for name in systems)]
-    row = _planned(graph, rng.choices(["default", *systems], weights)[0], rng)
-    return row._replace(had=(*features(graph), *row.had))
-
-
-def _knobs(rng: random.Random) -> dict[str, float]:
-    """A third of the graphs has all sorts of ops, in a third one sort stands out, and a third is as training steps
-    are: hardly anything but plain ops, and a second half that reads what the first one made, last made first. One in
-    ten is on a GPU."""
-    knobs: dict[str, float] = {
-        "largest": rng.choice((1, 4, 16)), "static_writes": rng.choice((0.0, 0.0, 1.0)), "nested": 0.1,
-        "random": rng.choice((0.0, 0.06, 0.2)), "cuda": float(rng.random() < 0.1), **EVERYTHING,
-    }  # fmt: skip
-    sorts = ("view", "inplace", "stats", "random", "effect", "calls", *EVERYTHING)
-    like = rng.randrange(3)
-    if like == 1:
-        knobs |= dict.fromkeys(EVERYTHING, 0.0) | {rng.choice(sorts): 0.4}
-    elif like == 2:
-        knobs |= dict.fromkeys(sorts, 0.01) | {"mirror": 1.0, "updates": 0.1, "static_writes": 0.0}
-    return knobs
-
-
-def features(graph: Graph) -> tuple[str, ...]:
-    """Which of the things that a graph may have this one has."""
-    home, there = [v.storage for v in graph.values], set(graph.static)
-    seen: set[str] = {f"{s.pool} pool" for s in graph.storages if s.pool != "device"}
-    for op in graph.ops:
-        new = {home[v] for v in op.outputs} - there
-        there |= new
-        seen |= {name for name, has in (
-            ("several results", len(new) > 1), ("views", len(op.outputs) > len(new) and not op.mutates),
-            ("values that share a result", len(op.outputs) > len(new) > 0),
-            ("in place", bool(set(op.mutates) - graph.static)),
-            ("writes of inputs", bool(set(op.mutates) & graph.static)),
-            ("statistics", bool(op.updates)), ("control", bool(op.control)), ("random", op.random),
-            ("random state", op.state > 0), ("effects", op.effect), ("workspace", op.workspace > 0),
-            ("requests", bool(op.requests)), ("results over inputs", bool(op.overwrites)), ("calls", bool(op.calls)),
-            ("nested calls", any(g.nesting[0] for g in op.calls)), ("collectives", op.target == REDUCE),
-            ("gathers", op.target == GATHER), ("a GPU", op.device != "cpu"),
-        ) if has}  # fmt: skip
-    seen |= {"slices" for v in graph.values if v.name.startswith("p")}
-    seen |= {"streamed parameters" for s in graph.storages if s.name.startswith("away")}
-    return tuple(f"graph: {name}" for name in sorted(seen))
-
-
-def _planned(graph: Graph, name: str, rng: random.Random) -> Judged:
-    budget = f"static+{rng.randint(*rng.choice(((30, 105), (85, 105), (95, 100))))}%"
-    try:
-        if name == "default":
-            made = default.plan(graph, budget if rng.random() < 0.9 else None, _options(rng))
-        else:
-            limits = LIMITS.get(name, {})
-            made = api.plan_named(graph, name, rng.choice((budget, None)), **limits).plan
-            made = replace(made, budget=None)  # these say themselves whether they meet it
-    except Infeasible as no:
-        fault = f"{name}: its bound is no bound" if no.lower_bound > no.best_peak else ""
-        return Judged(f"{name} infeasible", fault)
-    except VerificationFailed as error:
-        return Judged(name, f"{name}: made a wrong plan: {error.violations[0]}")
-    except TightshipError:
-        return Judged(f"{name} refused")
-    return Judged(name, _wrong(graph, made, name), _means(made))
-
-
-def _means(plan: Plan) -> tuple[str, ...]:
-    """What a plan does, by the kinds of its steps and residences."""
-    steps = plan.steps
-    seen = {step.kind for step in steps} - {"compute", "free"}
-    seen |= {name for name, has in (
-        ("two streams or more", any(step.stream for step in steps)),
-        ("saved states", any(step.saves for step in steps)),
-        ("results over inputs", any(step.reuses for step in steps)), ("places", bool(plan.residences)),
-        ("handed out", plan.handed > 0), ("rounding", plan.lossy), ("another order", plan.moved > 0),
-    ) if has}  # fmt: skip
-    return tuple(f"plan: {name}" for name in sorted(seen))
-
-
-def _options(rng: random.Random) -> default.Options:
-    allow = [way for way in WAYS if rng.random() < 0.5] or ["recompute"]
-    means = {"offload": "offload", "compress": "compress"}
-    evicts = [n for n in planners("evict") if means.get(n, "recompute") in allow and n != "evict/exact"]
-    return default.Options(
-        order=rng.choice(["best", "given", *planners("order")]),
-        evict=rng.choice(["anneal", *evicts]).removeprefix("evict/"),
-        seconds=2.0,
-        work=20_000,
-        gap=rng.choice((0.001, 0.0)),
-        seed=rng.randrange(9),
-        hand_out=rng.random() < 0.5,
-        place=rng.random() < 0.8,
-        reuse=rng.random() < 0.7,
-        allow=",".join(allow),
-        lossy=rng.random() < 0.2,
-        host=rng.choice((0, 0, 64 * rng.randint(1, 40))),
-    )
-
-
-def _wrong(graph: Graph, plan: Plan, name: str) -> str:
-    said = [*faults(graph, plan), *(str(v) for v in verify(graph, plan))]
-    return f"{name}: {said[0]}" if said else ""
 
 
 # --- the verifier ---
@@ -198,10 +64,10 @@ def verifier(seed: int, size: int) -> Judged:
     finds it, if one does."""
     graph, plan = mutation.case(seed, size)
     kind, changed = mutation.mutant(graph, plan, random.Random(seed))
-    wrong, found = mutation.verdict(graph, changed)
-    if wrong and not found:
-        return Judged(kind, f"{kind}: not found: {wrong[0]}")
-    if not wrong:
+    faults, found = mutation.verdict(graph, changed)
+    if faults and not found:
+        return Judged(kind, f"{kind}: not found: {faults[0]}")
+    if not faults:
         return Judged(
             f"right to the oracle, {'refused' if found else 'and verified'}", had=(f"mutant: {kind}",)
         )
@@ -251,7 +117,7 @@ def optima(seed: int, size: int) -> Judged:
         return Judged("missed", "the bound is above the optimum" if no.lower_bound > best else "")
     if made.lower_bound > best:
         return Judged("met", "the bound is above the optimum")
-    return Judged("met", _wrong(graph, made, "default"))
+    return Judged("met", wrong(graph, made, "default"))
 
 
 # --- files ---
@@ -272,7 +138,7 @@ VERBS = {
 """What reads files of each kind; what `fit` reads is handed to what it reads it with."""
 
 MOST_MEMORY = 2 << 30
-"""Bytes that the process may have once a file was read."""
+"""Bytes that the process may have once a file was read, and take beyond what it had before."""
 
 
 def files(seed: int, size: int) -> Judged:
@@ -282,11 +148,22 @@ def files(seed: int, size: int) -> Judged:
     verb = rng.choice(VERBS[kind])
     if verb[0] == "fit":
         return Judged(kind, _kept(kind, seed, min(size, 3)) or _memory())
+    _imported(kind)
     more = ["--report", "page.html"] if verb[0] in ("plan", "pack", "assign") and rng.random() < 0.3 else []
     return read(kind, verb, *hostile(kind, seed, min(size, 3)), more)
 
 
-def read(kind: str, verb: list[str], name: str, data: bytes, more: list[str]) -> Judged:
+@cache
+def _imported(kind: str) -> None:
+    """A right file is read first: what imports take, of memory and of seconds, is not a file's."""
+    ending, make, _ = FORMATS[kind]
+    for verb in VERBS[kind]:
+        read(kind, verb, f"{kind}{ending}", make(0), [], limited=False)
+
+
+def read(
+    kind: str, verb: list[str], name: str, data: bytes, more: list[str], *, limited: bool = True
+) -> Judged:
     """What a verb makes of a file, and what is wrong with that; ``more``: an option and the file that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
@@ -300,7 +177,8 @@ def read(kind: str, verb: list[str], name: str, data: bytes, more: list[str]) ->
             *(str(Path(folder) / m) for m in more[1:]),
         ]
         said, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        within = _limited() if limited else contextlib.nullcontext()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors), within:
             status = command(given)
     what = f"{kind} {verb[0]} -> {status}"
     if status not in (0, 1, 2):
@@ -310,6 +188,20 @@ def read(kind: str, verb: list[str], name: str, data: bytes, more: list[str]) ->
     except ValueError:
         return Judged(what, f"{' '.join(verb)} {name}: no JSON")
     return Judged(what, _memory())
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Address space for `MOST_MEMORY` more than the process has, most of which is what libraries map."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + MOST_MEMORY
+    if pages and (before[1] == resource.RLIM_INFINITY or most < before[1]):
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _memory() -> str:
@@ -334,7 +226,7 @@ def _kept(kind: str, seed: int, changes: int) -> str:
         planner(graph)
         (path,) = Path(folder).glob("plan-*")
         path.write_bytes(changed("kept", path.read_bytes(), seed, changes))
-        return _wrong(graph, planner(graph), "kept") or _wrong(graph, planner(graph), "kept again")
+        return wrong(graph, planner(graph), "kept") or wrong(graph, planner(graph), "kept again")
 
 
 # --- faults ---
@@ -367,7 +259,7 @@ def disturbed(seed: int, size: int) -> Judged:
 
 
 CLASSES: dict[str, Callable[[int, int], Judged]] = {
-    "plans": plans, "verifier": verifier, "places": places, "optima": optima, "files": files,
+    "plans": planned.plans, "verifier": verifier, "places": places, "optima": optima, "files": files,
     "faults": disturbed,
 }  # fmt: skip
 
@@ -405,11 +297,10 @@ def shrunk(name: str, seed: int, size: int) -> tuple[int, str]:
 
 
 def size_of(name: str, rng: random.Random) -> int:
-    """Mostly small ones: of 1,000 `plans` 940 have 2 to 10 ops, 59 up to 24 and one up to 60."""
+    """Mostly small ones."""
     if name == "plans":
-        low, high = rng.choices(((2, 10), (11, 24), (MANY, 60)), (940, 59, 1))[0]
-        return rng.randint(low, high)
-    return rng.randint(1, rng.choice((6, 6, 24)))
+        return planned.size_of(rng)
+    return rng.choice((1, 1, 1, 2, 3)) if name == "files" else rng.randint(1, rng.choice((6, 6, 24)))
 
 
 def campaign(
