@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
@@ -46,7 +47,7 @@ from tightship.planners.default import plan as default_plan
 from tightship.units import BudgetLike
 from tightship.verify import check
 
-__all__ = ["CompiledGraph", "Shares", "compile_within", "tag"]
+__all__ = ["CompiledGraph", "Shares", "compile_within", "stock_peaks", "tag"]
 
 _STOCK: Final = source_of(1.0)
 
@@ -211,6 +212,25 @@ def compile_within(
             continue
         return call, compilation.graph
     raise AssertionError
+
+
+def stock_peaks(gm: GraphModule, inputs: Sequence[Any], shares: Sequence[float]) -> list[int]:
+    """The peaks of what Inductor makes of a Dynamo graph at these values of ``activation_memory_budget``, replayed:
+    nothing is compiled. Raises ``Unsupported``, for a graph without a backward pass, too."""
+    ledger = Shares(Ledger(None), 0, lambda _: {}, last=True)
+    compilation = _Compilation(gm, CompileOptions(cache=None), FrameArena(), ledger, "")
+    found: list[int] = []
+
+    def partition(*given: Any) -> Pair:
+        search = _Search(compilation, *given)
+        found.extend(search.stock(share).peak for share in shares)
+        raise compat_inductor.Stopped
+
+    with suppress(compat_inductor.Stopped):
+        compat_inductor.compile_graph(gm, inputs, partition=partition, finished=lambda _k, _l, call: call)
+    if not found:
+        raise Unsupported("peaks of a graph without a backward pass", "there is nothing to partition")
+    return found
 
 
 @dataclass(eq=False)

@@ -34,6 +34,7 @@ __all__ = [
     "Lowered",
     "Outdated",
     "Pair",
+    "Stopped",
     "as_if_compiling",
     "compile_flat",
     "compile_graph",
@@ -130,7 +131,7 @@ def _has(module: str, name: str) -> bool:
 # --- hooks into a compilation ---
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Ends a compilation where no more is wanted; no ``Exception``, which Inductor would wrap."""
 
 
@@ -159,7 +160,7 @@ def _wrapper_class() -> Any:
             recorder = _recorders[-1]
             recorder.found.append(read_lines(self))
             if recorder.stop:
-                raise _Stopped
+                raise Stopped
 
     return Wrapper
 
@@ -507,7 +508,7 @@ def _stopping(made: list[Lowered]) -> Iterator[None]:
         torch._C._DisableAutocast(),
         _scalar_kernels(),
         recording as recorder,
-        suppress(_Stopped),
+        suppress(Stopped),
     ):
         yield
     if not recorder.found:
@@ -793,7 +794,7 @@ def compile_flat(
                 config.patch(fx_graph_cache=False),
                 _scalar_kernels(),
                 recording as recorder,
-                suppress(_Stopped),
+                suppress(Stopped),
             ):
                 compile_fx.compile_fx_inner(_copied(candidate), example_inputs, **more)
             if not recorder.found:
