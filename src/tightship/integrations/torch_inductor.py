@@ -221,8 +221,11 @@ def stock_peaks(gm: GraphModule, inputs: Sequence[Any], shares: Sequence[float])
     compilation = _Compilation(gm, CompileOptions(cache=None), FrameArena(), ledger, "")
     found: list[int] = []
 
-    def partition(*given: Any) -> Pair:
-        search = _Search(compilation, *given)
+    def partition(
+        joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int],
+        lower: Callable[[Pair], tuple[Lowered, Lowered]],
+    ) -> Pair:  # fmt: skip
+        search = _Search(compilation, joint, inputs, outputs, static, lower)
         found.extend(search.stock(share).peak for share in shares)
         raise compat_inductor.Stopped
 
