@@ -86,7 +86,8 @@ _LEANED_ON: Final = {
         "create_compiler_config_extra", "get_num_model_outputs",
     ),
     "torch._inductor.config": (
-        "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "memory_planning", "post_grad_custom_pre_pass",
+        "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "inplace_buffers", "memory_planning",
+        "post_grad_custom_pre_pass",
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
     "torch._inductor.exc": ("InductorError",),
@@ -94,7 +95,7 @@ _LEANED_ON: Final = {
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal",),
     "torch._inductor.codegen.cpp": (
         "CppKernelProxy.codegen_functions", "CppScheduling.codegen_node", "CppScheduling.kernel_proxy_cls",
-        "OuterLoopFusedSchedulerNode",
+        "OuterLoopFusedSchedulerNode", "KernelGroup.finalize_kernel", "TilingSelect.select_tiling", "LoopNest.tile",
     ),
     "torch._inductor.codegen.common": ("device_codegens", "init_backend_registration", "DeviceCodegen",),
     "torch._inductor.codegen.wrapper": (
@@ -278,29 +279,51 @@ def lower(
 
 @contextmanager
 def _scalar_kernels() -> Iterator[None]:
-    """Inside, C++ is written for one kind of each kernel, the first: what buffers it needs is decided there. Its
-    vectorized kinds take as long again and change nothing of that. Loops fused on the outside are compared first."""
-    from torch._inductor.codegen.cpp import CppKernelProxy, CppScheduling, OuterLoopFusedSchedulerNode
+    """Inside, C++ is written for one kind of each kernel, the first, without its loops: what buffers it needs is
+    decided there. Its vectorized kinds take as long again and change nothing of that, but for how loops are tiled:
+    those fused on the outside are compared by it."""
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import (
+        CppKernelProxy,
+        CppScheduling,
+        KernelGroup,
+        OuterLoopFusedSchedulerNode,
+        TilingSelect,
+    )  # fmt: skip
 
-    whole, given = CppScheduling.codegen_node, CppScheduling.kernel_proxy_cls
+    whole, finalize = CppScheduling.codegen_node, KernelGroup.finalize_kernel
 
     class Scalar(CppKernelProxy):
         def codegen_functions(self, fn_list: Any, var_sizes_list: Any) -> None:
             self.picked_vec_isa = None
             super().codegen_functions(fn_list, var_sizes_list)
 
+    class Tiled(CppKernelProxy):
+        def codegen_functions(self, fn_list: Any, var_sizes_list: Any) -> None:
+            vectorized = bool(getattr(self, "picked_vec_isa", None))
+            self.picked_vec_isa = None
+            super().codegen_functions(fn_list, var_sizes_list)
+            if vectorized and self.itervars:
+                with config.patch(inplace_buffers=False):
+                    factors, levels, _ = TilingSelect().select_tiling(fn_list, var_sizes_list)
+                for level in levels:
+                    self.loop_nest.tile(level, factor=factors[0])
+
     def codegen_node(self: Any, node: Any) -> None:
-        self.kernel_proxy_cls = given if isinstance(node, OuterLoopFusedSchedulerNode) else Scalar
+        self.kernel_proxy_cls = Tiled if isinstance(node, OuterLoopFusedSchedulerNode) else Scalar
         try:
             whole(self, node)
         finally:
             del self.kernel_proxy_cls
 
-    CppScheduling.codegen_node = codegen_node
+    def finalize_kernel(self: Any, _kernel: Any, nodes: Any) -> None:
+        self.scheduled_nodes += nodes
+
+    CppScheduling.codegen_node, KernelGroup.finalize_kernel = codegen_node, finalize_kernel
     try:
         yield
     finally:
-        CppScheduling.codegen_node = whole
+        CppScheduling.codegen_node, KernelGroup.finalize_kernel = whole, finalize
 
 
 @contextmanager
