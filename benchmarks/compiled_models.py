@@ -163,10 +163,10 @@ def vit() -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def convnext() -> tuple[nn.Module, tuple[Any, ...]]:
-    """Widths of 16 to 64, on 8 images of 64 by 64."""
+    """Widths of 16 to 64, two blocks of each, on 8 images of 64 by 64."""
     import transformers as t
 
-    config = t.ConvNextConfig(hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1])
+    config = t.ConvNextConfig(hidden_sizes=[16, 32, 48, 64], depths=[2, 2, 2, 2])
     return Answer(t.ConvNextForImageClassification(config), ["pixel_values"]), (torch.randn(8, 3, 64, 64),)
 
 

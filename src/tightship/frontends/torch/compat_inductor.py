@@ -40,6 +40,7 @@ from tightship.frontends.torch.compat_inductor_lines import (
 )
 from tightship.frontends.torch.compat_inductor_partitions import (
     Pair,
+    as_planned,
     copied,
     digest,
     draws,
@@ -86,7 +87,8 @@ _LEANED_ON: Final = {
         "create_compiler_config_extra", "get_num_model_outputs",
     ),
     "torch._inductor.config": (
-        "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "inplace_buffers", "memory_planning",
+        "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "inplace_buffers", "layout_optimization",
+        "memory_planning",
         "post_grad_custom_pre_pass",
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
@@ -257,7 +259,7 @@ def lower(
 ) -> tuple[Lowered, Lowered]:
     """Both graphs of ``pair``, lowered as `compile_graph` would; no kernel is built, and the graphs stay as they
     are. Inside of a compilation only."""
-    from torch._inductor import compile_fx
+    from torch._inductor import compile_fx, config
 
     made: list[Lowered] = []
     extra = compile_fx.create_compiler_config_extra(pair.forward)
@@ -268,7 +270,7 @@ def lower(
             gm, inputs, num_orig_model_outputs=orig_outputs, num_example_inputs=orig_inputs,
             compiler_config_extra=extra, inner_compile=compile_fx.compile_fx_inner,
         )  # fmt: skip
-    with _stopping(made), _foreseen(pair, static):
+    with _stopping(made), _foreseen(pair, static), config.patch(as_planned(pair.backward)):
         compile_fx.compile_fx_backward(
             copied(pair.backward), _restrided(pair, made[0]), compiler_config_extra=extra,
             inner_compile=compile_fx.compile_fx_inner,
@@ -446,9 +448,10 @@ def _made(
     from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
     before = get_custom_graph_passes(config.post_grad_custom_pre_pass)
+    layouts = as_planned(graph) if kind == "backward" else {}
     key = None
     for cached in (code is not None and bool(config.fx_graph_cache), False):
-        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None}
+        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None, **layouts}
         if cached and code is not None:
             own["post_grad_custom_pre_pass"] = [*before, named(graph, code.version)]
         with config.patch(own), _recording(stop=False) as recorder:

@@ -20,8 +20,8 @@ from tightship.frontends.torch.compat import VERSION, is_random
 from tightship.frontends.torch.compat_inductor_lines import ORIGIN
 
 __all__ = [
-    "Pair", "copied", "digest", "draws", "extract", "origin", "overwritten_count", "results_of", "stock_pair",
-    "stock_saved", "with_backward",
+    "Pair", "as_planned", "copied", "digest", "draws", "extract", "origin", "overwritten_count", "results_of",
+    "stock_pair", "stock_saved", "with_backward",
 ]  # fmt: skip
 
 
@@ -174,6 +174,8 @@ def extract(joint: GraphModule, outputs: int, saved: Sequence[str]) -> Pair:
     forward, backward = partitioners._extract_fwd_bwd_modules(gm, nodes, [], num_fwd_outputs=outputs)
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     pair = Pair(partitioners.raise_getitems(forward), partitioners.raise_getitems(backward), outputs)
+    for node in pair.backward.graph.nodes:
+        node.meta[ORIGIN] = origin(node)
     _inputs_in_order(pair)
     return _checked(pair)
 
@@ -211,6 +213,14 @@ def with_backward(pair: Pair, backward: torch.fx.Graph) -> Pair:
 def origin(node: Node) -> str:
     """The name in the joint graph of what a node is a copy of."""
     return str(node.meta.get(ORIGIN, node.name))
+
+
+def as_planned(backward: GraphModule) -> dict[str, Any]:
+    """Inductor's settings for a backward pass. Where a convolution of the forward pass is computed again in it,
+    Inductor would turn the inputs of all of them to channels-last, as it does not in a backward pass without one: for
+    gradients of depthwise convolutions oneDNN then takes many times the workspace. A pass of ours keeps layouts."""
+    ours = any(ORIGIN in n.meta for n in backward.graph.nodes)
+    return {"layout_optimization": False} if ours else {}
 
 
 def _checked(pair: Pair) -> Pair:
