@@ -11,8 +11,8 @@ stock Inductor's peak. Each way runs beside stock Inductor in this process; step
 from configurations, with random weights. With ``--results`` each row is written to the file once it is there, and
 those that are in it are not run again. With ``--bytes`` nothing is timed: ten models at five budgets, each row in a
 process of its own, and the peers' peaks as replayed from what Inductor lowers at each value. A budget called
-``least`` is the least peak that is found, which takes many candidates. Kernels come from Inductor's cache of C++ where
-it has them: empty ``TORCHINDUCTOR_CACHE_DIR`` for cold compile times.
+``least`` is the least peak that is found, which takes many candidates. Kernels come from Inductor's cache of C++
+where it has them: empty ``TORCHINDUCTOR_CACHE_DIR`` for cold compile times.
 """
 
 from __future__ import annotations
