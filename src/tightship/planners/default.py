@@ -71,6 +71,8 @@ _FIRST, _FIRST_OF_MANY, _PLACES = 0.8, 0.5, 0.4
 and places for what it found, may take."""
 _LARGE = 5_000
 """Ops of graphs that are large in that sense."""
+_DEEP = 20_000
+"""Ops of graphs for which it is worked out what to recompute first."""
 _ORDERS = ("sink", "given", "lpmf")
 _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
@@ -448,6 +450,7 @@ class _Search:
         if self.options.order != Options().order or self.bound > self.budget:
             return
         tried = [self.problem.order]
+        self._deeper(progress, clock)
         if not self.in_parts:
             self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
@@ -461,6 +464,18 @@ class _Search:
                 tried.append(order)
                 self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
+
+    def _deeper(self, progress: Progress | None, clock: _Clock) -> None:
+        """Search with recomputation that takes less memory, from here on where that is of use."""
+        assert self.budget is not None
+        problem = self.problem.deeper
+        if self._near() or self.interrupted or clock.search.over or len(self.graph.ops) > _DEEP:
+            return
+        best, peak = self.reached.within(self.budget), self.best.timeline.peak if self.best else math.inf
+        self._search_in(problem, progress, clock)
+        lower = self.best is not None and self.best.timeline.peak < peak
+        if self.reached.within(self.budget) is not best or (best is None and lower):
+            self.problem = problem
 
     def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
         """Where a short search meets nothing, look at parts of ops before a long one."""
