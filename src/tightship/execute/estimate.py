@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as recomputed_in_backward
 from tightship.analysis.structure import ModuleSums, of_any_layer
 from tightship.errors import BadInput, Infeasible, TightshipError
 from tightship.execute import profile
+from tightship.execute.compiled_loop import Emulation
 from tightship.execute.eager_peak import Kernels, Timeline
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
 from tightship.frontends.torch.capture.step import capture_step, check_model, module_of
@@ -275,11 +276,12 @@ class EstimateOptions(TypedDict, total=False):
     checkpoint: bool
     set_to_none: bool
     kernels: bool | None
+    compiled: bool
 
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "loop": None, "steps": 2, "accumulate": 1, "autocast": None, "checkpoint": False, "set_to_none": True,
-    "kernels": None,
+    "kernels": None, "compiled": False,
 }  # fmt: skip
 
 
@@ -299,6 +301,7 @@ class _Asked:
     checkpoint: bool
     set_to_none: bool
     kernels: bool | None
+    compiled: bool
 
     @property
     def trains(self) -> bool:
@@ -306,11 +309,14 @@ class _Asked:
 
     def answer(self) -> Estimate:
         model = self.model
-        loop = EagerLoop(model, self.sample)
+        loop = EagerLoop(model, self.sample, compiled=self.compiled)
         run = loop.with_data and not self.device.is_gpu if self.kernels is None else self.kernels
         blocks = _checkpointed(model) if self.checkpoint else nullcontext()
         with blocks, _mode(model, training=self.trains or self.loop is not None):
-            loop.run(self.loop or self.own_loop(), self.optimizer, self.steps, foreach=self.device.is_gpu)
+            loop.run(
+                self.loop or self.own_loop(), self.optimizer, self.steps, foreach=self.device.is_gpu,
+                backend=Emulation(loop, run=run) if self.compiled else None,
+            )  # fmt: skip
         kernels = Kernels(loop, run=run)
         return _summed(
             loop, Timeline(loop, kernels, CUDA_ALIGNMENT if self.device.is_gpu else 0), kernels, self

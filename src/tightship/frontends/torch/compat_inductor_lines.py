@@ -218,6 +218,11 @@ class _Like:
     dtype: torch.dtype
     device: str
 
+    @property
+    def nbytes(self) -> int:
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
+
 
 def _like(node: Any) -> _Like:
     shape, stride = (tuple(int(n) for n in row) for row in (node.get_size(), node.get_stride()))
@@ -257,7 +262,16 @@ def _kernel(node: Any) -> Kernel:
         a, k = _sampled(args), _sampled(kwargs)
         return lambda: call(*a, **k)
 
-    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare)
+    nbytes = sum(like.nbytes for like in _likes((args, kwargs)))
+    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare, nbytes)
+
+
+def _likes(tree: Any) -> Iterator[_Like]:
+    if isinstance(tree, _Like):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for x in tree.values() if isinstance(tree, dict) else tree:
+            yield from _likes(x)
 
 
 def _constant(x: Any) -> Any:
