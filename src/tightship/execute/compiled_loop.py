@@ -102,6 +102,8 @@ class _Pass:
             rows = zip(self._lowered.outputs, self._lowered.strides, self._results, strict=True)
             results = [self._result(*row) for row in rows]
             self._env = {}
+        if self._kind == "backward":
+            self._tape.node_ran(compat.backward_sequence())
         return results
 
     def _given(self) -> Iterator[tuple[str, _Held]]:
@@ -115,7 +117,9 @@ class _Pass:
         mode, device = self._owner.loop.mode, torch.device("cpu")
         return compat.blank_like(mode, (nbytes,), (1,), 0, torch.uint8, device)
 
-    def _op(self, target: str, event: Event, sizes: Sequence[int], fn: Emulated = _MADE) -> list[torch.Tensor]:
+    def _op(
+        self, target: str, event: Event, sizes: Sequence[int], fn: Emulated = _MADE
+    ) -> list[torch.Tensor]:
         made = [self._blank(n) for n in sizes]
         flops, self._flops_left = self._flops_left, 0
         self._tape.emulated(
@@ -130,6 +134,10 @@ class _Pass:
             return like if held is None else held
         if not isinstance(held, torch.Tensor):
             raise Unsupported(f"the result {name!r} of a compiled pass", "it is no tensor of its lines")
+        if not all(
+            isinstance(n, int) for n in like.shape
+        ):  # a random state, whose size only its kernel knows
+            return held
         shape, stride = tuple(like.shape), tuple(like.stride()) if stride is None else stride
         if (tuple(held.shape), held.stride(), held.dtype) == (shape, stride, like.dtype):
             return held

@@ -751,9 +751,11 @@ Emulated = Callable[[str, Lowered, GraphModule], Callable[[list[Any]], list[Any]
 
 
 def dry_graph(gm: GraphModule, inputs: Sequence[Any], emulated: Emulated) -> Callable[..., Any]:
-    """A Dynamo graph as Inductor compiles it by itself, with no kernel built. ``emulated(pass, lowered, graph)`` makes
-    of each pass (``forward``, ``backward``, ``inference``) what is called in its place, with a list of arguments that
-    it empties; ``graph`` is the pass before it was lowered. A pass that computes nothing is run as it is."""
+    """A Dynamo graph as Inductor compiles it by itself, with no kernel built.
+
+    ``emulated(pass, lowered, graph)`` makes of each pass (``forward``, ``backward``, ``inference``) what is called in
+    its place, with a list of arguments that it empties; ``graph`` is the pass before it was lowered. A pass that
+    computes nothing is run as it is."""
     require_inductor()
     from torch._inductor import compile_fx, config
 
@@ -773,7 +775,8 @@ def dry_graph(gm: GraphModule, inputs: Sequence[Any], emulated: Emulated) -> Cal
         if not recorder.found:
             return made
         _tell_strides(recorder.found[0])
-        return _boxed(emulated(kind, recorder.found[0], shown))
+        run = emulated(kind, recorder.found[0], shown)
+        return _boxed(lambda args: run(args))
 
     with _caches(config.custom_partitioner_fn, None, force_non_lazy_backward_lowering=True):
         made: Callable[..., Any] = compile_fx.compile_fx(gm, list(inputs), inner_compile=inner)
@@ -794,8 +797,11 @@ def compiled_calls(model: torch.nn.Module, backend: Callable[..., Any]) -> Itera
     """What calls of the module are once ``backend`` has compiled it, sizes fixed. Errors of ours that Dynamo wraps
     into its own are raised; nothing that it has compiled for others is used or forgotten."""
     from torch._dynamo.exc import BackendCompilerFailed
+    from torch._dynamo.external_utils import wrap_inline
 
-    made = torch.compile(model._call_impl, backend=backend, dynamic=False, isolate_recompiles=True)
+    # In a frame of its own, as torch.compile has it: those of torch.nn's classes are left alone.
+    inner = wrap_inline(model._call_impl)
+    made = torch.compile(inner, backend=backend, dynamic=False, isolate_recompiles=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -10,6 +10,7 @@ and does so out of place as soon as a mode looks on.
 
 from __future__ import annotations
 
+import gc
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -347,7 +348,13 @@ class EagerLoop(Capture):
     @contextmanager
     def _compiled(self, backend: Any, watch: ExitStack) -> Iterator[None]:
         """Calls of the model are calls of what ``backend`` makes of it; nothing of PyTorch is different meanwhile."""
-        with compat_inductor.compiled_calls(self.model, backend) as call:
+        graphs: list[Any] = []
+
+        def compiling(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return backend(graph, inputs)
+
+        with compat_inductor.compiled_calls(self.model, compiling) as call:
 
             def unwatched(*args: Any, **kwargs: Any) -> Any:
                 watch.close()
@@ -355,6 +362,9 @@ class EagerLoop(Capture):
                     return call(*args, **kwargs)
                 finally:
                     watch.enter_context(self._watching())
+                    if graphs:  # Dynamo holds what the code has made until its own cycles are collected
+                        graphs.clear()
+                        gc.collect()
 
             self.model._compiled_call_impl = unwatched  # type: ignore[assignment]
             yield

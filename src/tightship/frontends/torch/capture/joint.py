@@ -362,8 +362,8 @@ def origin_of(n: Node) -> Origin:
     """The module and the line that a node of a traced graph is of."""
     stack = n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") or {}
     module = str(list(stack.values())[-1][0]) if stack else ""
-    # Dynamo calls the compiled module by the name it had in the frame (L['self'], L__self___).
-    module = re.sub(r"^(L\['\w+'\]\.?|L__self___|self\.)", "", module)
+    # Dynamo calls the compiled module by the name it had in the frame (L['self'], L__self___, the self of L['fn']).
+    module = re.sub(r"^(L\['\w+'\]\.?|L__self___|self\.)(__self__\.?)?", "", module)
     return Origin(module, trace_line(str(n.meta.get("stack_trace") or "")))
 
 
