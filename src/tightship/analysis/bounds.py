@@ -386,11 +386,11 @@ def lower_bound(
         most = max(most, int(load[k]))
     best = int(load.argmax())
     end, last = _at_end(relaxed, alone=recompute and not least)
-    least, op = (int(load[best]), best) if load[best] >= end else (end, last)
+    total, op = (int(load[best]), best) if load[best] >= end else (end, last)
     if recompute:
-        found, at = last_run_bound(relaxed, least, deadline)
-        least, op = (found, at) if found > least else (least, op)
-    bound = Bound(least)
+        found, at = last_run_bound(relaxed, total, deadline)
+        total, op = (found, at) if found > total else (total, op)
+    bound = Bound(total)
     bound.op = op
     return bound
 
