@@ -17,7 +17,7 @@ import torch
 
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
-from tightship.frontends.torch import compat, compat_compile
+from tightship.frontends.torch import compat, compat_compile, compat_distributed
 from tightship.frontends.torch.optimizer.copy import copied, stepped
 from tightship.frontends.torch.optimizer.updates import independent
 from tightship.graph import aligned, alignment_of
@@ -49,6 +49,10 @@ class StepMemory:
     def existing_gradients(self) -> int:
         """Bytes of the gradients that are there now."""
         return sum(_bytes(p.grad) for p in _trained(self.optimizers) if p.grad is not None)
+
+    def in_parts(self) -> bool:
+        """Whether a parameter is a DTensor, of which this rank has a part."""
+        return any(compat_distributed.is_distributed(type(p.data)) for p in _trained(self.optimizers))
 
     def existing_state(self) -> int:
         """Bytes of the state that is there now."""

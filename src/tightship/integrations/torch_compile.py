@@ -75,6 +75,12 @@ _BUCKETS = (
 )
 
 
+_GATHERED = (
+    "parameters of fully_shard are gathered, sent and freed by hooks, between graphs, where no plan counts them: use "
+    "tightship.fit, which takes the model as it is, or leave optimizer= out for a budget of each graph by itself"
+)
+
+
 _COPIED = (
     "comes in another layout than AOTAutograd expects, which copies it: sums over it may run in "
     "another order than in eager, with other last bits; for eager's bits compile the loss with the model"
@@ -216,6 +222,8 @@ class Session(NotCopied):
             follows = compat_compile.graph_break(gm)
             if follows is not None and follows.by_ddp:
                 raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")
+            if self._gathers(gm):
+                raise BadInput(_GATHERED, place="torch.compile(options=…)")
             if follows is not None and follows.runs:
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
@@ -236,6 +244,14 @@ class Session(NotCopied):
             if not self.options.eager_fallback:
                 return _raise_when_called(error, self)
             return self._eager(gm, error)
+
+    def _gathers(self, gm: Any) -> bool:
+        """Whether the optimizer has parts of parameters, and the graph whole ones that were made of them."""
+        step = self.ledger.step
+        if step is None or not step.in_parts():
+            return False
+        keys = map(compat.storage_key, compat_compile.trained_parameters(gm))
+        return any(key not in step.parameters for key in keys)
 
     def _watching_casts(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         """``compiled``, which casts the parameter of this name: says when it has been cast in the same context."""
