@@ -195,7 +195,7 @@ def going_on(step: Any, fault: Fault) -> str:
 
 
 def whole(step: Any) -> str:
-    """Of the parameters: between steps buffers are those of each rank's own batch, as under DistributedDataParallel."""
+    """Of the parameters: after a step buffers are those of each rank's own batch, as in DistributedDataParallel."""
     state = step.state_dict(full=True)["model"]
     return digest(state[n] for n, _ in step.model.named_parameters())
 

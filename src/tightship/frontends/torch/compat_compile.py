@@ -532,6 +532,13 @@ def source_name(node: Node) -> str:
     return str(name() if callable(name) else name)
 
 
+def cut_at_buckets(how: Any) -> Any:
+    """Whether Dynamo cuts a model in DistributedDataParallel into a graph a bucket, from here on; returns whether it
+    did."""
+    before, _dynamo_config.optimize_ddp = _dynamo_config.optimize_ddp, how
+    return before
+
+
 def trained_parameters(gm: GraphModule) -> list[torch.Tensor]:
     """The parameters that a graph has gradients for, but those that are DTensors."""
     found = [example_of(n) for n in gm.graph.find_nodes(op="placeholder")]

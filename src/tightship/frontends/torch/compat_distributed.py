@@ -168,7 +168,12 @@ def laid_out(part: Any, layout: Layout | None) -> Any:
         return part
     made = sys.modules["torch.distributed.tensor"].DTensor
     return made.from_local(
-        part, layout.device_mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.strides
+        part,
+        layout.device_mesh,
+        layout.placements,
+        run_check=False,
+        shape=layout.shape,
+        stride=layout.strides,
     )
 
 
@@ -325,6 +330,23 @@ class _LetGo:
             "its buckets are no more, so that they take no memory beside the budget",
             "call the step that fit has returned, or put the module into a new DistributedDataParallel",
         )
+
+
+class Buckets(NamedTuple):
+    """What a DistributedDataParallel sends gradients in: the bytes of each, and whether gradients lie there."""
+
+    sizes: tuple[int, ...]
+    views: bool
+
+
+def active_buckets() -> Buckets | None:
+    """Of the DistributedDataParallel whose forward pass is running; None where there is none."""
+    ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if ddp is None:
+        return None
+    known = ddp._get_ddp_logging_data()
+    sizes = known.get("rebuilt_bucket_sizes") or known["bucket_sizes"]
+    return Buckets(tuple(int(x) for x in str(sizes).split(",")), bool(ddp.gradient_as_bucket_view))
 
 
 def let_go_of_buckets(ddp: Any) -> None:

@@ -212,8 +212,8 @@ def _described(leaf: Any) -> Any:
 @dataclass(frozen=True)
 class Results:
     """How a program's results are put together: ``tree`` has a position where a result goes; ``after`` are the caches
-    of the batch as the run leaves them, in that form, too. A position has a ``layout`` where the result is this rank's
-    part of a DTensor."""
+    of the batch as the run leaves them, in that form, too. A ``layout`` is that of the DTensor of which a result
+    is this rank's part."""
 
     tree: Any
     after: tuple[Any, ...] = ()
