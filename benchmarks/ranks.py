@@ -44,6 +44,7 @@ SHARES = (100, 60, 40, 30)
 LOSSLESS = "recompute,redraw,compress,offload"
 WAYS: tuple[tuple[str, str, int | None], ...] = (
     ("", "recompute", None), (" (all ways)", LOSSLESS, None), (" (all ways, bucket=0)", LOSSLESS, 0),
+    (" (recompute, stream, bucket=0)", "recompute,stream", 0),
 )  # fmt: skip
 """What a row says, the ways allowed, and the bytes of a message."""
 Batch = tuple[torch.Tensor, ...]
@@ -232,6 +233,8 @@ def row(work: Work, shard: bool, share: int, peak: int, batches: list[Batch]) ->
     step = None
     for way in WAYS:
         more, allow, bucket = way
+        if shard and "stream" in allow:  # refused
+            continue
         model = made(work)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         how = tightship.DataParallel(shard=shard, bucket=bucket)
