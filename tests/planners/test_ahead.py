@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from support.strategies import random_graph
 from tightship import simulate
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
+from tightship.planners import default
 from tightship.planners.ahead import COPIES, STREAM, begun_ahead
 from tightship.planners.default import Options, plan
 from tightship.planners.layout import lay_out
@@ -64,6 +68,63 @@ def test_gathers_begin_while_the_layer_before_computes_where_bytes_allow_it() ->
     assert all(graph.ops[s.op].target == GATHER for s in ahead)
     assert made.time == pytest.approx(SENDS + LAYERS * COMPUTES)  # all but the first are hidden
     assert made.time == pytest.approx(replay(graph, made.steps).time)
+
+
+def there_and_back(seed: int, count: int = 24) -> Graph:
+    """Layers of a model in parts: what is gathered is read again on the way back."""
+    rng, ops = random.Random(seed), []
+    storages = [Storage("y", WHOLE, kind="input")]
+    for k in range(count):
+        size = rng.choice((WHOLE, 2 * WHOLE))
+        storages += [
+            Storage(f"part{k}", PART, kind="parameter"),
+            Storage(f"whole{k}", size),
+            Storage(f"y{k}", WHOLE),
+        ]
+        ops.append(Op(f"gather{k}", GATHER, (3 * k + 1,), (3 * k + 2,), time=rng.uniform(1, 4)))
+        ops.append(Op(f"mm{k}", "mm", (3 * k, 3 * k + 2), (3 * k + 3,), time=rng.uniform(1, 4)))
+    for k in reversed(range(count)):
+        made = len(storages)
+        storages.append(Storage(f"gradient{k}", WHOLE))
+        ops.append(Op(f"back{k}", "mm", (made - 1, 3 * k, 3 * k + 2), (made,), time=rng.uniform(1, 4)))
+    values = tuple(Value(s.name, i) for i, s in enumerate(storages))
+    inputs = tuple(i for i, s in enumerate(storages) if s.kind != "activation")
+    return Graph(tuple(ops), values, tuple(storages), inputs, (len(storages) - 1,), "there and back")
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_plan_follows_from_work_and_not_from_how_fast_a_machine_is(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for slower in (1.0, 1e6):  # from where the first gathers are begun ahead on
+        graph, clock = there_and_back(seed), Clock()
+        monkeypatch.setattr(time, "perf_counter", clock)
+        monkeypatch.setattr(default, "begun_ahead", clock.runs(slower, begun_ahead))
+        extra = int((replay(graph, baseline(graph)).peak - graph.static_bytes) * 0.4)
+        row = plan(graph, graph.static_bytes + extra, replace(QUICK, work=20_000, seconds=1e9, place=False))
+        made.append((row.steps, row.residences))
+    assert any(step.stream == STREAM for step in made[0][0])
+    assert made[0] == made[1]
+
+
+class Clock:
+    """The seconds of a machine that others come to use, too."""
+
+    def __init__(self, real: Callable[[], float] = time.perf_counter) -> None:
+        self.real, self.speed, self.before, self.since = real, 1.0, 0.0, real()
+
+    def __call__(self) -> float:
+        return self.before + (self.real() - self.since) * self.speed
+
+    def runs(self, speed: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, from which on seconds go by faster."""
+
+        def called(*given: Any) -> Any:
+            self.before, self.since, self.speed = self(), self.real(), speed
+            return call(*given)
+
+        return called
 
 
 def made_parts() -> Graph:

@@ -41,6 +41,7 @@ __all__ = [
     "all_streamed",
     "is_about",
     "least_streamed",
+    "moving",
     "streaming_advice",
 ]
 
@@ -450,12 +451,7 @@ class Streaming:
         last = choice.changes[-1]
         assert isinstance(last, Streamed)
         assert self.streams is not None
-        graph, streams = base.graph, self.streams
-        values = graph.values
-        streams.add([(s, values[s.value]) for s in last.slots if (s.role, s.key) not in streams.items])
-        items = {k: streams.items[k] for k in last.fetches}
-        moving = {k: (Fetch(a), Store(a)) for k, a in items.items()}
-        streamed = Streamed(last.slots, streams, moving, last.pieces)
+        streamed = moving(base, last.slots, last.pieces, self.streams)
         made = streamed.apply(base)
         notes = (*made.notes, *self.notes(choice))
         if shared := self._candidates(base)[2]:
@@ -528,6 +524,14 @@ class Streaming:
     def _bound(self, program: Program) -> int:
         away = dict.fromkeys(range(len(program.graph.storages)), 0) if self.moves else None
         return int(lower_bound(program.graph, least=away))
+
+
+def moving(base: Program, slots: Sequence[Slot], pieces: int, streams: Streams) -> Streamed:
+    """What moves the bytes of these inputs of a measured program, which stream from now on."""
+    values = base.graph.values
+    streams.add([(s, values[s.value]) for s in slots if (s.role, s.key) not in streams.items])
+    items = {(s.role, s.key): streams.items[s.role, s.key] for s in slots}
+    return Streamed(tuple(slots), streams, {k: (Fetch(a), Store(a)) for k, a in items.items()}, pieces)
 
 
 def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:

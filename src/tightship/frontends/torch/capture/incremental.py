@@ -134,7 +134,7 @@ class StepCapture(Capture):
                 "keep a tensor without a graph (detach())",
             )  # fmt: skip
         with torch.enable_grad(), self.executing():
-            values = [self.tape.value(t) for t in (*results, loss)]
+            values = [self.tape.value(compat_distributed.own_part(t)) for t in (*results, loss)]
             with self._stepping_in_hooks():
                 gradients = self._gradients(loss, wanted, leaves)
             self._write_back(self._late, self._given)

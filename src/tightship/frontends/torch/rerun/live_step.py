@@ -491,7 +491,9 @@ class _Code:
         def leaf(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
                 n = rerun.number(x)
-                return Results.Position(next(position)) if n >= 0 and n not in trace.constants else x
+                if n < 0 or n in trace.constants:
+                    return x
+                return Results.Position(next(position), compat_distributed.layout_of(x))
             return checked_leaf(x)
 
         spec = Results(map_leaves(leaf, out))
