@@ -402,8 +402,8 @@ class _Search:
     def ahead(
         self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: _Clock
     ) -> tuple[run.Evicted, Layout]:
-        """The same with gathers between ranks, and copies of what streams, beside other ops, or that of another search,
-        of less work, which leaves bytes for gathers: whichever is faster."""
+        """The same with gathers between ranks, and copies of what streams, beside other ops, or that of another
+        search, of less work, which leaves bytes for gathers: whichever is faster."""
         if not runs_beside(self.graph):
             return found, layout
         size, best = largest_gather(self.graph), self._begun_ahead(found, layout, clock)
