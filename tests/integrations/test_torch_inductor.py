@@ -1,10 +1,13 @@
 """Compiled mode: what Inductor makes of a model, within a budget, its peak as planned, its numbers Inductor's."""
 
+import ast
 import copy
 import hashlib
 import importlib
+import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from support.compiled import batch, deep, loss_of, zoo
 from tightship import errors, simulate
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
-from tightship.frontends.torch import compat_inductor, compat_inductor_lines
+from tightship.frontends.torch import compat_inductor, compat_inductor_lines, compat_inductor_partitions
 from tightship.frontends.torch.capture.fused import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.integrations import torch_inductor
@@ -562,12 +565,55 @@ def test_a_hook_that_is_gone_is_named(module, name, monkeypatch):
     *path, last = name.split(".")
     for part in path:
         owner = getattr(owner, part)
+    if not isinstance(owner, type) and hasattr(type(owner), last):
+        owner = type(owner)
     if module.endswith("config"):  # such modules are objects with a table of their entries
         monkeypatch.delitem(owner._config, last)
     else:
         monkeypatch.delattr(owner, last)
     with pytest.raises(errors.Unsupported, match=f"(?s){module}.{name}.*mode=.exact"):
         compat_inductor.require_inductor()
+
+
+def _leaned_on(path):
+    """(module, name) of PyTorch's private interfaces that a file imports, reads of modules it imports, or patches."""
+    return {x for part in ast.parse(path.read_text(encoding="utf-8")).body for x in _leaned_on_by(part)}
+
+
+def _leaned_on_by(part):
+    modules, names = {}, {}
+    nodes = list(ast.walk(part))
+    for node in (n for n in nodes if isinstance(n, ast.ImportFrom) and n.module.startswith("torch._")):
+        for a in node.names:
+            if _is_module(f"{node.module}.{a.name}"):
+                modules[a.asname or a.name] = f"{node.module}.{a.name}"
+            else:
+                names[a.asname or a.name] = node.module
+                yield node.module, a.name
+    for node in nodes:
+        owner = node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
+        if owner in names:
+            yield names[owner], f"{owner}.{node.attr}"
+        if owner in modules and node.attr not in ("patch", "save_config_portable"):
+            yield modules[owner], node.attr
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("config.patch"):
+            owner = modules[ast.unparse(node.func).partition(".")[0]]
+            yield from ((owner, k.arg) for k in node.keywords if k.arg)
+
+
+def _is_module(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(compat_inductor.__file__).parent.glob("compat_inductor*.py")), ids=lambda p: p.stem
+)
+def test_every_private_interface_that_is_leaned_on_is_looked_for(path):
+    listed = {*compat_inductor.HOOKS, *((m, n.partition(".")[0]) for m, n in compat_inductor.HOOKS)}
+    assert not {x for x in _leaned_on(path) if x not in listed}
 
 
 def test_a_hook_that_is_gone_stops_a_compilation_and_nothing_runs_in_its_place(monkeypatch):
@@ -746,7 +792,7 @@ def joint_of(model, x):
     found = []
 
     def keep(joint, inputs, **more):
-        found.append((compat_inductor._copied(joint), more["num_fwd_outputs"]))
+        found.append((compat_inductor_partitions.copied(joint), more["num_fwd_outputs"]))
         return torch._functorch.partitioners.default_partition(joint, inputs, **more)
 
     params = dict(model.named_parameters())
@@ -870,8 +916,8 @@ def test_drawing_twice_is_refused():
         return torch.fx.GraphModule(nn.Module(), g)
 
     with pytest.raises(errors.Unsupported, match="again in the backward pass"):
-        compat_inductor._checked(compat_inductor.Pair(graph(draw=True), graph(draw=True), 1))
-    compat_inductor._checked(compat_inductor.Pair(graph(draw=True), graph(draw=False), 1))
+        compat_inductor_partitions._checked(compat_inductor.Pair(graph(draw=True), graph(draw=True), 1))
+    compat_inductor_partitions._checked(compat_inductor.Pair(graph(draw=True), graph(draw=False), 1))
 
 
 def test_what_is_saved_is_taken_in_the_order_in_which_it_is_handed_over():
@@ -885,9 +931,9 @@ def test_what_is_saved_is_taken_in_the_order_in_which_it_is_handed_over():
         torch.fx.GraphModule(nn.Module(), first), torch.fx.GraphModule(nn.Module(), second), 1
     )
     with pytest.raises(errors.Unsupported, match="in another order"):
-        compat_inductor._checked(pair)
-    compat_inductor._inputs_in_order(pair)
-    compat_inductor._checked(pair)
+        compat_inductor_partitions._checked(pair)
+    compat_inductor_partitions._inputs_in_order(pair)
+    compat_inductor_partitions._checked(pair)
     assert [n.name for n in second.nodes][:3] == ["a", "b", "tangents_1"]
 
 

@@ -33,7 +33,7 @@ from tightship.execute.shards import (
     take_over_placed,
 )
 from tightship.frontends.torch import compat, compat_distributed
-from tightship.frontends.torch.capture.step import check_model
+from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import LossFn

@@ -42,14 +42,10 @@ from tightship.execute.ranks import (
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
 from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch.capture.checks import DATA_PARALLEL, check_hooks, check_model
+from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.capture.state_restore import untouched
-from tightship.frontends.torch.capture.step import (
-    DATA_PARALLEL,
-    Ending,
-    capture_update,
-    check_hooks,
-    check_model,
-)
+from tightship.frontends.torch.capture.step import capture_update
 from tightship.frontends.torch.optimizer.updates import SeveralUpdates, Updates, updaters
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code

@@ -28,7 +28,7 @@ from tightship.graph import Graph
 from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
-from tightship.planners.ahead import begun_ahead, largest_gather
+from tightship.planners.ahead import begun_ahead, largest_gather, runs_beside
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
@@ -70,6 +70,8 @@ _FIRST, _FIRST_OF_MANY, _PLACES = 0.8, 0.5, 0.4
 and places for what it found, may take."""
 _LARGE = 5_000
 """Ops of graphs that are large in that sense."""
+_DEEP = 20_000
+"""Ops of graphs for which it is worked out what to recompute first."""
 _ORDERS = ("sink", "given", "lpmf")
 _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
@@ -400,15 +402,13 @@ class _Search:
     def ahead(
         self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: _Clock
     ) -> tuple[run.Evicted, Layout]:
-        """The same with gathers between ranks begun ahead of where they are read, or that of another search, of less
-        work, which leaves bytes for that: whichever is faster."""
-        if not (size := largest_gather(self.graph)):
+        """The same with gathers between ranks, and copies of what streams, beside other ops, or that of another
+        search, of less work, which leaves bytes for gathers: whichever is faster."""
+        if not runs_beside(self.graph):
             return found, layout
-        best, options = (
-            self._begun_ahead(found, layout, clock),
-            replace(self.options, work=self.options.work // _LESS),
-        )
-        for count in _GATHERS if self.budget is not None and not self.interrupted else ():
+        size, options = largest_gather(self.graph), replace(self.options, work=self.options.work // _LESS)
+        best = self._begun_ahead(found, layout, clock)
+        for count in _GATHERS if size and self.budget is not None and not self.interrupted else ():
             lower = self.budget - count * size if self.budget is not None else 0
             if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
                 break
@@ -445,6 +445,7 @@ class _Search:
         if self.options.order != Options().order or self.bound > self.budget:
             return
         tried = [self.problem.order]
+        self._deeper(progress, clock)
         if not self.in_parts:
             self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
@@ -458,6 +459,18 @@ class _Search:
                 tried.append(order)
                 self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
+
+    def _deeper(self, progress: Progress | None, clock: _Clock) -> None:
+        """Search with recomputation that takes less memory, from here on where that is of use."""
+        assert self.budget is not None
+        problem = self.problem.deeper
+        if self._near() or self.interrupted or clock.search.over or len(self.graph.ops) > _DEEP:
+            return
+        best, peak = self.reached.within(self.budget), self.best.timeline.peak if self.best else math.inf
+        self._search_in(problem, progress, clock)
+        lower = self.best is not None and self.best.timeline.peak < peak
+        if self.reached.within(self.budget) is not best or (best is None and lower):
+            self.problem = problem
 
     def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
         """Where a short search meets nothing, look at parts of ops before a long one."""

@@ -23,7 +23,7 @@ from tightship.analysis.structure import block_of, colors, layer, role, without_
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph, distinct
 from tightship.plan import Step
-from tightship.simulate import baseline, extras, make_steps, replay
+from tightship.simulate import Timeline, baseline, extras, make_steps, replay, unplanned
 
 __all__ = [
     "COMPRESS",
@@ -135,7 +135,9 @@ class EvictionProblem:
     ``host``: bytes that may be copied out at once. ``chained``: ops that keep their place for a reason the graph does
     not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason.
     ``in_place``: results take the places of inputs wherever ops allow it and nothing needs those any more.
-    ``stands``: of a graph with parts of ops (`lowering.divided`), the op that each one stands for."""
+    ``stands``: of a graph with parts of ops (`lowering.divided`), the op that each one stands for.
+    ``deep``: for less memory, at a price or none: what an op reads is recomputed in the order of `deepest_first`, not
+    in the op's own, and what an op made of something that is written over later may be recomputed until then."""
 
     graph: Graph
     order: tuple[int, ...]
@@ -147,6 +149,7 @@ class EvictionProblem:
     stuck: frozenset[int] = frozenset()
     in_place: bool = True
     stands: tuple[int, ...] = ()
+    deep: bool = False
 
     @cached_property
     def archive(self) -> Archive:
@@ -163,6 +166,11 @@ class EvictionProblem:
         return self._in_order[order]
 
     @cached_property
+    def deeper(self) -> EvictionProblem:
+        """The same with ``deep``; always the same problem, with what was found for it."""
+        return self if self.deep else replace(self, deep=True)
+
+    @cached_property
     def engine(self) -> Any:
         g, c, facts = self.graph, self.graph.columns, self.graph.uses.facts
         n = len(g.storages)
@@ -175,9 +183,10 @@ class EvictionProblem:
         fixed[maker[facts.definer[c.home[value]] != maker]] = 1
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
+        reads, needs = deepest_first(g) if self.deep else (facts.reads, facts.needs)
         engine = _core.Engine(
-            reads=facts.reads,
-            needs=facts.needs,
+            reads=reads,
+            needs=needs,
             defines=facts.defines,
             mutates=facts.mutates,
             updates=c.updates,
@@ -190,6 +199,7 @@ class EvictionProblem:
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
             overwrites=c.overwrites if self.in_place else csr([()] * len(g.ops)),
+            until_written=self.deep,
             **self._copies(),
         )
         if self.host is not None:
@@ -292,14 +302,20 @@ class EvictionProblem:
         phases = [self.graph.ops[k].phase for k in self.order]
         if "backward" in phases:
             return phases.index("backward")
-        steps = baseline(self.graph, self.order)
-        at = replay(self.graph, steps).peak_step
-        return sum(step.kind == "compute" for step in steps[:at]) if at > 0 else 0
+        line = self.kept
+        return sum(step.kind == "compute" for step in line.steps[: max(0, line.peak_step)])
 
     @cached_property
     def crossing(self) -> NDArray[np.bool_]:
         """Which gaps go from the forward into the backward."""
         return (self.gaps[:, 1] < self.boundary) & (self.gaps[:, 2] >= self.boundary)
+
+    @cached_property
+    def kept(self) -> Timeline:
+        """What the order costs with everything kept."""
+        if self.order == tuple(range(len(self.graph.ops))):
+            return unplanned(self.graph)
+        return replay(self.graph, baseline(self.graph, self.order))
 
     def nothing(self) -> Bits:
         return np.zeros(len(self.gaps), dtype=np.uint8)
@@ -373,6 +389,43 @@ class EvictionProblem:
         kind, op, *_ = self.engine.emit(evict, _UNLIMITED)
         found: list[int] = op[kind == _KINDS.index("recompute")].tolist()
         return found
+
+
+def deepest_first(graph: Graph) -> tuple[Rows, Rows]:
+    """What each op reads, and how many writes of it, in the order in which making it again takes the least memory:
+    first that of which the most is needed beyond its own bytes (Sethi and Ullman 1970), where everything of less than
+    half of the largest one's bytes is there."""
+    uses, facts, size = graph.uses, graph.uses.facts, graph.columns.size.tolist()
+    most = [max((size[s] for s in row if uses.definer[s] >= 0), default=0) for row in uses.reads]
+    starts, at = facts.reads[0], np.arange(len(facts.reads[1]))
+    for bits in sorted({n.bit_length() for k, n in enumerate(most) if len(uses.reads[k]) > 1}):
+        rows = _by_need(graph, (1 << bits) // 4)
+        for k, n in enumerate(most):
+            if n.bit_length() == bits and len(rows[k]) > 1:
+                at[starts[k] : starts[k + 1]] = starts[k] + np.array(rows[k])
+    return (starts, facts.reads[1][at]), (facts.needs[0], facts.needs[1][at])
+
+
+def _by_need(graph: Graph, there: int) -> list[list[int]]:
+    """By op, the order of its reads as `deepest_first` has it, storages of fewer bytes than ``there`` being there."""
+    uses, size, beside = graph.uses, graph.columns.size.tolist(), extras(graph).tolist()
+    need = [0] * len(size)  # bytes that making a storage takes, its own among them
+    rows: list[list[int]] = []
+    for k, op in enumerate(graph.ops):
+        reads, made = uses.reads[k], uses.defines[k]
+        rows.append(sorted(range(len(reads)), key=lambda j: size[reads[j]] - need[reads[j]]))
+        held = most = 0
+        for s in (reads[j] for j in rows[-1]):
+            if need[s] and s not in uses.mutates[k]:
+                most = max(most, held + need[s])
+                held += size[s]
+        over = sum({a: size[a] for a, _ in op.overwrites if need[a]}.values())
+        total = sum(size[s] for s in made)
+        most = max(most, held + total + beside[k] - min(over, total))
+        for s in (*made, *uses.mutates[k]):
+            if size[s] >= there and s not in graph.static:
+                need[s] = max(need[s], most)
+    return rows
 
 
 def _bits(ways: Sequence[str]) -> int:

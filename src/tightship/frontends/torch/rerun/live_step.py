@@ -26,13 +26,9 @@ import torch
 
 from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture, compat_distributed
+from tightship.frontends.torch.capture.checks import check_replaced, checked_leaf
+from tightship.frontends.torch.capture.incremental import Ending, StepCapture
 from tightship.frontends.torch.capture.state_restore import Change, Leftovers, stand_ins_in
-from tightship.frontends.torch.capture.step import (
-    Ending,
-    StepCapture,
-    check_replaced,
-    checked_leaf,
-)
 from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.function_trace import (
     FunctionTrace,
