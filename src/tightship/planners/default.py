@@ -406,8 +406,8 @@ class _Search:
         search, of less work, which leaves bytes for gathers: whichever is faster."""
         if not runs_beside(self.graph):
             return found, layout
-        size, best = largest_gather(self.graph), self._begun_ahead(found, layout, clock)
-        options = replace(self.options, work=self.options.work // _LESS)
+        size, options = largest_gather(self.graph), replace(self.options, work=self.options.work // _LESS)
+        best = self._begun_ahead(found, layout, clock)
         for count in _GATHERS if size and self.budget is not None and not self.interrupted else ():
             lower = self.budget - count * size if self.budget is not None else 0
             if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
