@@ -19,7 +19,7 @@ from tightship import errors, simulate
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
 from tightship.frontends.torch import compat_inductor, compat_inductor_lines, compat_inductor_partitions
-from tightship.frontends.torch.capture.fused import fuse_step
+from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.integrations import torch_inductor
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
