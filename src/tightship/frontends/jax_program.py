@@ -174,30 +174,72 @@ def inlined(closed: Any) -> Program:
     return merged(made)
 
 
-def merged(program: Program) -> Program:
+def merged(
+    program: Program, around: Iterable[Equation] = (), there: Sequence[tuple[Any, int]] = ()
+) -> Program:
     """The program without equations of checkpoints whose results another one has made before: what the user's
-    checkpoints drop and make again is there once, and which of it is kept is the planner's to say."""
+    checkpoints drop and make again is there once, and which of it is kept is the planner's to say. ``around``:
+    equations outside of it; ``there``: pairs of a value outside or a literal and the program's own for it."""
     names = {e.name for e in program.equations if e.remat and not e.made.effects}
     if not names:
         return program
-    seen: dict[Hashable, tuple[int, ...]] = {}
+    numbers = _Numbers(there)
+    for e in around:
+        numbers.of(e, names, outside=True)
     same: dict[int, int] = {}
     equations = []
     for e in program.equations:
-        inputs = tuple(same.get(x, x) if isinstance(x, int) else x for x in e.inputs)
-        if e.name in names and not e.made.effects and e.instead is None:
-            key = (e.name, tuple(map(_operand, inputs)), *_parameters(e.made.params))
-            if e.remat and key in seen:
-                same |= zip(e.outputs, seen[key], strict=True)
+        found = numbers.of(e, names)
+        if e.remat and found is not None:
+            if all(n in numbers.value for n in found):
+                same |= zip(e.outputs, (numbers.value[n] for n in found), strict=True)
                 continue
-            seen.setdefault(key, e.outputs)
-        equations.append(replace(e, inputs=inputs))
+            numbers.value |= zip(found, e.outputs, strict=True)
+        equations.append(
+            replace(e, inputs=tuple(same.get(x, x) if isinstance(x, int) else x for x in e.inputs))
+        )
     outputs = [same.get(x, x) if isinstance(x, int) else x for x in program.outputs]
-    return replace(program, equations=equations, outputs=outputs)
+    needed = {x for x in outputs if isinstance(x, int)}
+    live = []
+    for e in reversed(equations):
+        if not e.remat or e.made.effects or not needed.isdisjoint(e.outputs):
+            live.append(e)
+            needed.update(e.read)
+    return replace(program, equations=live[::-1], outputs=outputs)
 
 
-def _operand(x: Any) -> Hashable:
-    return x if isinstance(x, int) else (str(x.aval), np.asarray(x.val).tobytes())
+class _Numbers:
+    """Value numbering: values that are computed alike have one number. ``value``: a value of the program for a
+    number; numbers of values outside are negative, literals are their own."""
+
+    def __init__(self, there: Sequence[tuple[Any, int]]) -> None:
+        self.there = {x: v for x, v in there if isinstance(x, int)}
+        self.number: dict[int, Any] = {v: _operand(x) for x, v in there if not isinstance(x, int)}
+        self.value: dict[Any, int] = {n: v for v, n in self.number.items()}
+        self.seen: dict[Hashable, tuple[Any, ...]] = {}
+
+    def _inside(self, v: int) -> Any:
+        if v not in self.number:
+            self.number[v] = v
+            self.value[v] = v
+        return self.number[v]
+
+    def of(self, e: Equation, names: set[str], *, outside: bool = False) -> tuple[Any, ...] | None:
+        """The numbers of an equation's results, if another one has them already."""
+        number = (lambda v: self.there.get(v, -1 - v)) if outside else self._inside
+        if e.name not in names or e.made.effects or e.instead is not None:
+            return None
+        inputs = tuple(number(x) if isinstance(x, int) else _operand(x) for x in e.inputs)
+        key = (e.name, inputs, *_parameters(e.made.params))
+        if key in self.seen and not outside:
+            self.number |= zip(e.outputs, self.seen[key], strict=True)
+            return self.seen[key]
+        self.seen.setdefault(key, tuple(map(number, e.outputs)))
+        return None
+
+
+def _operand(literal: Any) -> Hashable:
+    return str(literal.aval), np.asarray(literal.val).tobytes()
 
 
 def _parameters(params: Mapping[str, Any]) -> Iterator[Hashable]:

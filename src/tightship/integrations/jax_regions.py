@@ -17,8 +17,20 @@ from typing import Any, Protocol
 import jax
 
 from tightship.frontends.jax_program import Equation, Ops, Program, inlined, merged, on_values
+from tightship.frontends.jaxpr import bytes_of
+from tightship.graph import aligned
 
-__all__ = ["Pair", "PlannedPair", "bodies_of", "devices_of", "handed_on", "pairs_of", "with_functions"]
+__all__ = [
+    "Pair",
+    "PlannedPair",
+    "bodies_of",
+    "crossing_bytes",
+    "devices_of",
+    "handed_on",
+    "has_effects",
+    "pairs_of",
+    "with_functions",
+]
 
 _Function = Callable[..., list[Any]]
 
@@ -38,7 +50,7 @@ def bodies_of(e: Equation) -> tuple[Program, ...]:
         return (inlined(p["body_jaxpr"]),)
     if e.name == "cond":
         return tuple(map(inlined, p["branches"]))
-    if e.name == "shard_map" and _SHARD <= set(p):
+    if e.name == "shard_map" and set(p) >= _SHARD:
         return (inlined(p["jaxpr"]),)
     return ()
 
@@ -158,7 +170,7 @@ class _Loops:
         return range(told, told + around)
 
     def outside(self, aval: Any) -> Any:
-        return jax.core.ShapedArray((self.forward.made.params["length"], *aval.shape), aval.dtype)
+        return _Array((self.forward.made.params["length"], *aval.shape), aval.dtype, _varying(aval))
 
     def bind(self, halves: Halves) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
         consts, carry, told, around = self._counts
@@ -214,7 +226,7 @@ class _Shards:
     def outside(self, aval: Any) -> Any:
         shape = tuple(aval.shape) or (1,)
         many = _size(self.forward.made.params["mesh"], self._axes(aval))
-        return jax.core.ShapedArray((shape[0] * many, *shape[1:]), aval.dtype)
+        return _Array((shape[0] * many, *shape[1:]), aval.dtype, frozenset())
 
     def bind(self, halves: Halves) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
         p, q = self.forward.made.params, self.backward.made.params
@@ -229,7 +241,9 @@ class _Shards:
                 told = zip(outs[before:], scalars, strict=True)
                 return [*outs[:before], *(x.reshape(1) if flat else x for x, flat in told)]
 
-            return _shard(p, body, values, p["in_specs"], [*(p["out_specs"][k] for k in halves.keeps), *crosses])
+            return _shard(
+                p, body, values, p["in_specs"], [*(p["out_specs"][k] for k in halves.keeps), *crosses]
+            )
 
         def second(values: Sequence[Any]) -> list[Any]:
             at = len(values) - len(scalars)
@@ -238,7 +252,11 @@ class _Shards:
                 told = zip(xs[at:], scalars, strict=True)
                 return halves.second(*xs[:at], *(x.reshape(()) if flat else x for x, flat in told))
 
-            takes = [*(q["in_specs"][k] for k in halves.stays), *(p["in_specs"][j] for j in halves.needs), *crosses]
+            takes = [
+                *(q["in_specs"][k] for k in halves.stays),
+                *(p["in_specs"][j] for j in halves.needs),
+                *crosses,
+            ]
             return _shard(q, body, values, takes, q["out_specs"])
 
         return first, second
@@ -250,6 +268,15 @@ def _varying(aval: Any) -> frozenset[Any]:
     if found is None:
         found = getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
     return frozenset(found)
+
+
+@dataclass(frozen=True)
+class _Array:
+    """What is known of a value that is handed on: ``vma`` as JAX's avals have it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    vma: frozenset[Any]
 
 
 _KINDS: dict[str, Any] = {"scan": _Loops, "shard_map": _Shards}
@@ -321,12 +348,12 @@ class Pair:
         gone = {at for at, _ in self.passed}
         return tuple(at for at in range(len(self.first.outputs)) if at not in gone)
 
-    @cached_property
-    def most(self) -> int:
-        """Bytes of the first body that the second reads, where nothing is made again."""
-        equations = self.joined.equations
-        made = {v for e in equations[: self.cut] for v in e.outputs} | self.begins
-        return self.joined.nbytes({v for e in equations[self.cut :] for v in e.read if v in made})
+
+def crossing_bytes(program: Program, cut: int, begins: frozenset[int]) -> int:
+    """Bytes that equations from ``cut`` on read of those before it and of ``begins``, where nothing is made again."""
+    made = {v for e in program.equations[:cut] for v in e.outputs} | begins
+    read = {v for e in program.equations[cut:] for v in e.read} | program.results()
+    return sum(aligned(bytes_of(program.avals[v])) for v in read & made)
 
 
 def pairs_of(program: Program) -> tuple[Pair, ...]:
@@ -359,8 +386,13 @@ def pairs_of(program: Program) -> tuple[Pair, ...]:
 
 
 def _pairs(e: Equation) -> bool:
-    known = e.name == "scan" or (e.name == "shard_map" and _SHARD <= set(e.made.params))
-    return known and e.instead is None and not e.once and not e.made.effects
+    known = e.name == "scan" or (e.name == "shard_map" and set(e.made.params) >= _SHARD)
+    return known and e.instead is None and not e.once and not has_effects(e)
+
+
+def has_effects(e: Equation) -> bool:
+    """Whether an equation does anything but give results: that it names an axis of a mesh is no effect."""
+    return any(type(x).__name__ != "NamedAxisEffect" for x in e.made.effects)
 
 
 def _fit(e: Equation, other: Equation) -> bool:
@@ -383,7 +415,11 @@ def _pair(program: Program, i: int, k: int, rows: Sequence[tuple[int, int]]) -> 
     taken = {}
     for at, to in rows:
         v = body.outputs[at]
-        if isinstance(v, int) and kind.passes(at, to) and _alike(body.avals[v], behind.avals[behind.inputs[to]]):
+        if (
+            isinstance(v, int)
+            and kind.passes(at, to)
+            and _alike(body.avals[v], behind.avals[behind.inputs[to]])
+        ):
             taken[to] = (at, v)
     if not taken:
         return None
@@ -403,7 +439,10 @@ def _pair(program: Program, i: int, k: int, rows: Sequence[tuple[int, int]]) -> 
     gone = {at for at, _ in passed}
     kept = [x for at, x in enumerate(body.outputs) if at not in gone]
     cut = len(joined.equations) - len(behind.equations)
-    whole = merged(replace(joined, outputs=[*kept, *outputs]))
+    each_time = {body.inputs[j] for j in kind.each_time()} | {takes[k] for k in kind.arrives()}
+    outside = [*zip(second.inputs, takes, strict=True), *zip(first.inputs, body.inputs, strict=True)]
+    there = [(x, v) for x, v in outside if v not in each_time]
+    whole = merged(replace(joined, outputs=[*kept, *outputs]), program.equations[:i], there)
     return Pair(program, i, k, passed, whole, cut, tuple(takes))
 
 
@@ -425,7 +464,9 @@ def _append(to: Program, program: Program, inputs: Sequence[int]) -> list[Any]:
         return names[x]
 
     for e in program.equations:
-        to.equations.append(replace(e, inputs=tuple(map(name, e.inputs)), outputs=tuple(map(name, e.outputs))))
+        to.equations.append(
+            replace(e, inputs=tuple(map(name, e.inputs)), outputs=tuple(map(name, e.outputs)))
+        )
     return [name(x) for x in program.outputs]
 
 
@@ -477,18 +518,20 @@ def _hand_on(made: Program, pair: Pair, planned: PlannedPair, hold: str) -> None
     run_first, run_second = pair.kind.bind(halves)
     stacks = tuple(made.value(pair.kind.outside(body.avals[v])) for v in crosses)
     n, many = pair.length, devices_of(first)
+    # A loop's rows are copies; what a map's devices hand on is the array itself.
+    shared = 0 if first.name == "scan" else body.nbytes(crosses)
     flops = [
         n * sum(ops.graph.ops[op].flops for _, op in steps)
         for steps in (_live(ops, planned.first, [*body.outputs[:count], *crosses]), planned.second)
     ]
     made.equations[pair.forward] = replace(
         first, outputs=(*(first.outputs[k] for k in pair.keeps), *stacks), instead=run_first, once=True,
-        inner=planned.bytes_first * many, more=flops[0] - replace(first, more=0).flops,
+        inner=max(0, planned.bytes_first - shared) * many, more=flops[0] - replace(first, more=0).flops,
     )  # fmt: skip
     made.equations[pair.backward] = replace(
         second,
         inputs=(*(second.inputs[k] for k in stays), *(first.inputs[j] for j in needs), *stacks),
-        instead=run_second, once=True, inner=planned.bytes_second * many,
+        instead=run_second, once=True, inner=max(0, planned.bytes_second - shared) * many,
         more=flops[1] - replace(second, more=0).flops,
     )  # fmt: skip
 

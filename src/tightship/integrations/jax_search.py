@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tightship.errors import Infeasible
+import jax
+
+from tightship.errors import Infeasible, Unsupported
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.jax_program import Equation, Ops, Program, on_values
 from tightship.frontends.jaxpr import bytes_of
-from tightship.graph import Graph, Op
+from tightship.graph import Graph, Op, aligned
 from tightship.integrations.jax_regions import (
     Pair,
     PlannedPair,
     bodies_of,
+    crossing_bytes,
     devices_of,
     handed_on,
+    has_effects,
     pairs_of,
     with_functions,
 )
@@ -32,12 +36,26 @@ from tightship.plan import Step
 from tightship.planners import default
 from tightship.simulate import baseline, replay
 
-__all__ = ["Level", "Planner", "unplanned_bytes"]
+__all__ = [
+    "Candidate",
+    "Level",
+    "Memory",
+    "Planner",
+    "Search",
+    "compile_for",
+    "memory_of",
+    "operations_of",
+    "unplanned_bytes",
+]
 
-_WORK = 20_000_000
+_WORK = 4_000_000
 """Ops that one search simulates at most: the same plan on every machine."""
-_SHARES = 4
-"""How often the part of what loops hand on is halved in."""
+_DROPPED = 64
+"""Repetitions of repetitions that are tried to be left out."""
+_TIGHTENED = 3
+"""How often a plan is looked for at the least peak that was reached."""
+_SHARES = (1.0, 0.7, 0.45, 0.3, 0.18, 0.08, 0.0)
+"""Parts of what loops may hand on that are tried."""
 
 Steps = list[tuple[bool, int]]
 """Which op runs when, and whether for the second time."""
@@ -75,6 +93,7 @@ class Planner:
     log: list[Any] = field(default_factory=list)
     given: Iterator[Any] | None = None
     _inner: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    _handed: dict[Any, tuple[Any, PlannedPair, list[Any]]] = field(default_factory=dict)
 
     def level(self, program: Program, beyond: float) -> Level:
         """The program with the fewest operations within ``beyond`` bytes, as the model has it, or the one that
@@ -91,16 +110,25 @@ class Planner:
         def attempt(share: float) -> Level:
             self.log = []
             level = self._at(program, pairs, beyond, share)[0]
-            tried.append((level.peak > beyond, level.flops if level.peak <= beyond else level.peak, share, level, self.log))
+            tried.append(
+                (
+                    level.peak > beyond,
+                    level.flops if level.peak <= beyond else level.peak,
+                    share,
+                    level,
+                    self.log,
+                )
+            )
             return level
 
-        if attempt(1.0).peak > beyond:
-            low, high = 0.0, 1.0
-            if attempt(0.0).peak > beyond:
-                low, high = 0.0, 0.5
-            for _ in range(_SHARES):
-                middle = (low + high) / 2
-                low, high = (middle, high) if attempt(middle).peak <= beyond else (low, middle)
+        above = 0  # tries within the bytes, one after the other, that took more operations than the best
+        for share in _SHARES:
+            level = attempt(share)
+            if level.peak <= beyond:
+                best = min(row[1] for row in tried if not row[0])
+                above = above + 1 if level.flops > best else 0
+                if level.again == 0 or above > 1:
+                    break
         _, _, share, level, log = min(tried, key=lambda row: (row[0], row[1], -row[2]))
         self.log = [*kept, share, *log]
         return level
@@ -113,27 +141,30 @@ class Planner:
         chosen = [(p, self._halves(p, math.inf, share)) for p in pairs]
         made = handed_on(program, chosen, self.hold)
         ops = Ops(_without_inner(made) if beyond < math.inf else made)
-        frame = _frame(ops, pair, share, beyond)
-        steps = self._solve(frame)
+        frame, steps = self._solved(ops, pair, share, beyond)
         if beyond < math.inf:
             room = self._room(made, ops, frame, steps, beyond)
             short = {i for i, left in room.items() if made.equations[i].inner > left}
             chosen = [
-                (p, self._halves(p, max(0, room[p.backward]), share) if {p.forward, p.backward} & short else halves)
+                (
+                    p,
+                    self._halves(p, max(0, room[p.backward]), share)
+                    if {p.forward, p.backward} & short
+                    else halves,
+                )
                 for p, halves in chosen
             ]
             made, inside = self._inside(handed_on(program, chosen, self.hold), room, short)
             ops = Ops(made)
-            frame = _frame(ops, pair, share, beyond)
             if any(e.inner for e in made.equations):
-                steps = self._solve(frame)
+                frame, steps = self._solved(ops, pair, share, beyond)
+            else:
+                frame = _frame(ops, pair, share, beyond)
         else:
             inside = 0
         return self._level(ops, frame, steps, inside + sum(_repeats(p, h) for p, h in chosen))
 
-    def _level(
-        self, ops: Ops, frame: _Frame, steps: Steps, again: int
-    ) -> tuple[Level, PlannedPair | None]:
+    def _level(self, ops: Ops, frame: _Frame, steps: Steps, again: int) -> tuple[Level, PlannedPair | None]:
         graph = frame.graph
         full = _whole(graph, steps)
         line = replay(graph, full)
@@ -159,9 +190,30 @@ class Planner:
 
     def _halves(self, pair: Pair, beyond: float, share: float) -> PlannedPair:
         """A pair's bodies where ``share`` of what they may is handed on, within ``beyond`` bytes each."""
-        planned = self._at(pair.joined, pairs_of(pair.joined), beyond, share, pair)[1]
-        assert planned is not None
+        key = (id(pair.first.made), id(pair.second.made), share, beyond)
+        if key not in self._handed or self.given is not None:
+            kept, self.log = self.log, []
+            planned = self._at(pair.joined, pairs_of(pair.joined), beyond, share, pair)[1]
+            assert planned is not None
+            self._handed[key] = pair, planned, self.log
+            self.log = kept
+        _, planned, log = self._handed[key]
+        self.log.extend(log)
         return planned
+
+    def _solved(self, ops: Ops, pair: Pair | None, share: float, beyond: float) -> tuple[_Frame, Steps]:
+        """The plan of a level. Bodies of a pair that cannot be had within ``beyond`` bytes take what they must, and
+        hand on no more for that."""
+        frame = _frame(ops, pair, share, beyond)
+        steps = self._solve(frame)
+        for _ in range(_TIGHTENED if pair is not None and beyond < math.inf else 0):
+            graph = frame.graph
+            need = replay(graph, _whole(graph, steps)).peak - graph.static_bytes
+            if need <= frame.beyond + (1 << 10):
+                break
+            frame = _frame(ops, pair, share, need)
+            steps = self._solve(frame)
+        return frame, steps
 
     def _solve(self, frame: _Frame) -> Steps:
         if self.given is not None:
@@ -187,9 +239,7 @@ class Planner:
     def _within(self, program: Program) -> Program:
         return replace(program, equations=[self._measured(e) for e in program.equations])
 
-    def _room(
-        self, program: Program, ops: Ops, frame: _Frame, steps: Steps, beyond: float
-    ) -> dict[int, int]:
+    def _room(self, program: Program, ops: Ops, frame: _Frame, steps: Steps, beyond: float) -> dict[int, int]:
         """Bytes left for what runs inside of equations, where these run."""
         full = _whole(frame.graph, steps)
         line = replay(frame.graph, full)
@@ -207,7 +257,7 @@ class Planner:
         for i in sorted(short):
             e = equations[i]
             bodies = bodies_of(e)
-            if not bodies or e.made.effects:
+            if not bodies or has_effects(e):
                 continue
             many = devices_of(e)
             levels = [self.level(body, max(0, room[i] // many)) for body in bodies]
@@ -218,7 +268,10 @@ class Planner:
             n = int(e.made.params["length"]) if e.name == "scan" else 1
             more = n * sum(level.flops for level in levels) - replace(e, more=0).flops
             equations[i] = replace(
-                e, instead=with_functions(e, functions), inner=inner, more=more if e.name != "while" else e.more
+                e,
+                instead=with_functions(e, functions),
+                inner=inner,
+                more=more if e.name != "while" else e.more,
             )
             again += sum(level.again for level in levels)
         return replace(program, equations=equations), again
@@ -247,9 +300,11 @@ def _frame(ops: Ops, pair: Pair | None, share: float, beyond: float) -> _Frame:
     if pair is None:
         return _Frame(ops.graph, tuple(range(len(ops.graph.ops))), beyond)
     body, begins, own = ops.program, pair.begins, pair.arrives
-    saved = int(pair.most * share) + (1 << 10)
+    most = crossing_bytes(body, pair.cut, begins)
+    saved = most if any(e.once for e in body.equations) else int(most * share)
     if beyond == math.inf:  # more than either body can take
-        beyond = saved + 2 * body.nbytes(range(len(body.avals))) + sum(e.inner for e in body.equations)
+        beyond = 2 * saved + 2 * body.nbytes(range(len(body.avals))) + sum(e.inner for e in body.equations)
+    saved += sum(aligned(bytes_of(body.avals[v])) for v in own)  # what comes between is there, too
     room = max(0, int(beyond) - saved)
     b, home = GraphBuilder(), {}
     op_of: list[int | None] = []
@@ -291,12 +346,43 @@ def _plan(graph: Graph, beyond: float) -> Steps:
     if beyond == math.inf or replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
         return [(False, op) for op in range(len(graph.ops))]
     limit = graph.static_bytes + int(beyond)
-    options = default.Options(order="given", place=False, seconds=60.0, work=_WORK)
-    try:
-        made = default.plan(graph, limit, options)
-    except Infeasible as error:
-        made = default.plan(graph, max(error.best_peak, error.lower_bound), options)
-    return [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]
+    options = default.Options(order="given", place=False, seconds=60.0, work=_WORK, gap=0.01)
+    for _ in range(_TIGHTENED):
+        try:
+            made = default.plan(graph, limit, options)
+            break
+        except Infeasible as error:
+            limit = max(error.best_peak, error.lower_bound)
+    else:
+        return [(False, op) for op in range(len(graph.ops))]
+    steps = [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]
+    return _fewer(graph, steps, limit)
+
+
+def _fewer(graph: Graph, steps: Steps, limit: int) -> Steps:
+    """The steps without what is made again although it could have stayed since the last time: all of it, or one
+    repetition after the other, the dearest first."""
+    seen: set[int] = set()
+    more = []
+    for i, (twice, op) in enumerate(steps):
+        if twice and op in seen:
+            more.append(i)
+        if twice:
+            seen.add(op)
+
+    def without(gone: set[int]) -> Steps:
+        return [s for i, s in enumerate(steps) if i not in gone]
+
+    def within(gone: set[int]) -> bool:
+        return replay(graph, _whole(graph, without(gone))).peak <= limit
+
+    if not more or within(set(more)):
+        return without(set(more))
+    gone: set[int] = set()
+    for i in sorted(more, key=lambda i: -graph.ops[steps[i][1]].time)[:_DROPPED]:
+        if within(gone | {i}):
+            gone.add(i)
+    return without(gone)
 
 
 def _whole(graph: Graph, steps: Steps) -> tuple[Step, ...]:
@@ -332,3 +418,172 @@ def _check(graph: Graph, steps: Steps) -> None:
         there |= set(graph.ops[op].outputs)
     if len(ran) != len(graph.ops):
         raise ValueError("steps are missing")
+
+
+# --- programs that were compiled ---
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a compiled program on one device, by XLA's analysis (`memory_analysis`): what the caller gives, what
+    it gets, how much of that lies in what was given (donated), and temporaries."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def static(self) -> int:
+        """What is there whatever is planned."""
+        return self.arguments + self.outputs - self.aliased
+
+    @property
+    def total(self) -> int:
+        return self.static + self.temporaries
+
+
+def memory_of(compiled: Any) -> Memory:
+    """What XLA says of a compiled program. Raises ``Unsupported`` where it says nothing."""
+    found = compiled.memory_analysis()
+    if found is None:
+        raise Unsupported(
+            "planning for this backend", "XLA gives no analysis of its memory", "use CPU, GPU or TPU"
+        )
+    sizes = (found.argument_size_in_bytes, found.output_size_in_bytes, found.alias_size_in_bytes)
+    return Memory(*sizes, found.temp_size_in_bytes)
+
+
+def operations_of(compiled: Any) -> float:
+    """Operations of a compiled program as XLA counts them: the body of a loop once. 0 where it does not say."""
+    found = compiled.cost_analysis()
+    rows = found if isinstance(found, (list, tuple)) else (found,)
+    return float(next((x["flops"] for x in rows if x and "flops" in x), 0.0))
+
+
+_CPU_ORDER = "xla_cpu_scheduler_type"
+_MEMORY_FIRST = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+"""XLA's order for CPUs is one for concurrency by default, in which what is recomputed runs as early as it can."""
+_QUICK = {"xla_backend_optimization_level": 0}
+"""Memory is decided before code is optimized."""
+
+
+def compile_for(lowered: Any, *, memory: bool, quick: bool) -> Any:
+    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at."""
+    options: dict[str, Any] = {}
+    if jax.default_backend() == "cpu":
+        options = {_CPU_ORDER: _MEMORY_FIRST} if memory else {}
+        options |= _QUICK if quick else {}
+    try:
+        return lowered.compile(options or None)
+    except Exception as error:
+        if not any(name in str(error) for name in options):
+            raise
+    return lowered.compile()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program that was compiled to be looked at. ``log``: how it was decided, for ``beyond`` bytes; ``order``:
+    in XLA's order for memory."""
+
+    lowered: Any
+    memory: Memory
+    order: bool
+    level: Level
+    beyond: float
+    log: list[Any]
+
+
+_TRIES = 5
+_NEAR = 0.95
+"""A plan that needs at least this part of the budget's temporaries is not improved upon."""
+_ALMOST = 1.3
+"""Programs that are above the budget's temporaries by less are tried in XLA's own order, too."""
+
+
+@dataclass
+class Search:
+    """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it."""
+
+    program: Program
+    leaves: list[Any]
+    donated: tuple[int, ...]
+    limit: int
+    before: Memory
+    until: float
+    tried: list[int] = field(default_factory=list)
+    found: list[Candidate] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.planner = Planner("select" if jax.default_backend() == "cpu" else "barrier")
+        self._made: dict[str, Candidate] = {}
+
+    @property
+    def room(self) -> int:
+        """Bytes for temporaries."""
+        return max(0, self.limit - self.before.static)
+
+    def run(self) -> Candidate:
+        """The program with the fewest operations of those within the limit. Raises ``Infeasible``."""
+        results = self.before.outputs
+        low, high = 0.0, math.inf
+        beyond = float(self.room + results)
+        if beyond >= unplanned_bytes(self.program):
+            beyond = math.inf
+        while self.room > 0 and len(self.tried) < 2 * _TRIES:
+            made = self.candidate(beyond)
+            spare = self.limit - made.memory.total
+            fits = self.fitting()
+            if spare >= 0:
+                low = max(low, min(beyond, made.level.peak * 1.5))
+                if made.level.again == 0 or made.memory.temporaries >= _NEAR * self.room:
+                    break
+                following = min(made.level.peak, beyond) + 0.9 * spare
+                following = min(following, (low + high) / 2)
+            else:
+                high = min(high, beyond)
+                least = min(beyond, made.level.peak) if not fits else high
+                following = (low + high) / 2 if fits else min(0.95 * least, least + 1.1 * spare)
+            late = len(self.tried) >= _TRIES or time.process_time() > self.until
+            if following <= 0.3 * results or (late and fits) or (late and len(self.tried) > _TRIES):
+                following = 0.0 if not fits and beyond > 0 and not late else -1.0
+            if following < 0 or abs(following - beyond) < 0.01 * following or beyond == 0:
+                break
+            beyond = following
+        fits = self.fitting()
+        if fits:
+            return min(fits, key=lambda c: (c.level.flops, c.level.again, c.memory.total))
+        least = min((self.before.total, *self.tried))
+        raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
+
+    def fitting(self) -> list[Candidate]:
+        return [c for c in self.found if c.memory.total <= self.limit]
+
+    def candidate(self, beyond: float) -> Candidate:
+        """The program that is planned for ``beyond`` bytes beyond what it is given, and what XLA makes of it."""
+        self.planner.log = []
+        level = self.planner.level(self.program, beyond)
+        key = repr(self.planner.log)
+        if key in self._made:
+            return self._made[key]
+        lowered = self.lower(level)
+        for order in (True, False):
+            memory = memory_of(compile_for(lowered, memory=order, quick=True))
+            self.tried.append(memory.total)
+            made = Candidate(lowered, memory, order, level, beyond, self.planner.log)
+            self.found.append(made)
+            near = self.limit < memory.total <= self.before.static + _ALMOST * self.room
+            if jax.default_backend() != "cpu" or not near:
+                break
+        self._made[key] = min(self.found[-2:], key=lambda c: (c.level is not level, c.memory.total))
+        return self._made[key]
+
+    def lower(self, level: Level) -> Any:
+        run = on_values(level.ops, level.steps, self.planner.hold)
+        return jax.jit(run, donate_argnums=self.donated, keep_unused=True).lower(*self.leaves)
+
+    def again(self, beyond: float, log: Sequence[Any]) -> Level:
+        """The level that ``log`` says. Raises what reading a log that is none of this program's comes to."""
+        planner = Planner(self.planner.hold, given=iter(log))
+        return planner.level(self.program, beyond)
