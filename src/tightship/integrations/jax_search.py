@@ -227,8 +227,12 @@ class Planner:
     # --- what equations run inside ---
 
     def _measured(self, e: Equation) -> Equation:
-        """An equation with the bytes that it takes inside, unplanned."""
+        """An equation with the bytes that it takes inside, unplanned. XLA writes the gradient of a pooling for CPUs
+        with an array of indices for each of four dimensions, and a window's five results."""
         key = id(e.made)
+        if e.name == "select_and_scatter_add" and jax.default_backend() == "cpu":
+            source, operand = (math.prod(x.aval.shape) for x in e.made.invars)
+            return replace(e, inner=16 * operand + 20 * source)
         if e.inner or e.instead is not None or e.name not in ("scan", "while", "cond", "shard_map"):
             return e
         if key not in self._inner:
@@ -495,7 +499,8 @@ class Candidate:
     log: list[Any]
 
 
-_TRIES = 5
+_TRIES = 4
+"""Programs at most that are compiled to be looked at once one is within the budget; twice as many before."""
 _NEAR = 0.95
 """A plan that needs at least this part of the budget's temporaries is not improved upon."""
 _ALMOST = 1.3
@@ -526,31 +531,34 @@ class Search:
 
     def run(self) -> Candidate:
         """The program with the fewest operations of those within the limit. Raises ``Infeasible``."""
-        results = self.before.outputs
         low, high = 0.0, math.inf
-        beyond = float(self.room + results)
+        beyond = float(self.room + self.before.outputs)
         if beyond >= unplanned_bytes(self.program):
             beyond = math.inf
-        while self.room > 0 and len(self.tried) < 2 * _TRIES:
+        while self.room > 0:
             made = self.candidate(beyond)
             spare = self.limit - made.memory.total
-            fits = self.fitting()
+            takes = min(beyond, float(made.level.peak))
             if spare >= 0:
-                low = max(low, min(beyond, made.level.peak * 1.5))
+                low = max(low, takes)
                 if made.level.again == 0 or made.memory.temporaries >= _NEAR * self.room:
                     break
-                following = min(made.level.peak, beyond) + 0.9 * spare
-                following = min(following, (low + high) / 2)
+                following = min(takes + 0.9 * spare, (low + high) / 2)
+            elif low > 0:
+                high = min(high, takes)
+                following = (low + high) / 2
             else:
-                high = min(high, beyond)
-                least = min(beyond, made.level.peak) if not fits else high
-                following = (low + high) / 2 if fits else min(0.95 * least, least + 1.1 * spare)
-            late = len(self.tried) >= _TRIES or time.process_time() > self.until
-            if following <= 0.3 * results or (late and fits) or (late and len(self.tried) > _TRIES):
-                following = 0.0 if not fits and beyond > 0 and not late else -1.0
-            if following < 0 or abs(following - beyond) < 0.01 * following or beyond == 0:
+                high = min(high, takes)
+                following = min(0.93 * takes, takes + 1.1 * spare)
+                following = 0.0 if following < 0.2 * takes and beyond > 0 else following
+            tries = _TRIES if low > 0 else 2 * _TRIES
+            if len(self.found) >= tries or (low > 0 and time.process_time() > self.until):
+                break
+            if beyond == 0.0 or following < 0 or abs(following - beyond) < 0.01 * following:
                 break
             beyond = following
+        if not self.fitting():
+            self._in_another_order()
         fits = self.fitting()
         if fits:
             return min(fits, key=lambda c: (c.level.flops, c.level.again, c.memory.total))
@@ -565,19 +573,22 @@ class Search:
         self.planner.log = []
         level = self.planner.level(self.program, beyond)
         key = repr(self.planner.log)
-        if key in self._made:
-            return self._made[key]
-        lowered = self.lower(level)
-        for order in (True, False):
-            memory = memory_of(compile_for(lowered, memory=order, quick=True))
-            self.tried.append(memory.total)
-            made = Candidate(lowered, memory, order, level, beyond, self.planner.log)
-            self.found.append(made)
-            near = self.limit < memory.total <= self.before.static + _ALMOST * self.room
-            if jax.default_backend() != "cpu" or not near:
-                break
-        self._made[key] = min(self.found[-2:], key=lambda c: (c.level is not level, c.memory.total))
+        if key not in self._made:
+            self._made[key] = self._looked_at(self.lower(level), True, level, beyond, self.planner.log)
         return self._made[key]
+
+    def _looked_at(self, lowered: Any, order: bool, level: Level, beyond: float, log: list[Any]) -> Candidate:
+        memory = memory_of(compile_for(lowered, memory=order, quick=True))
+        self.tried.append(memory.total)
+        self.found.append(Candidate(lowered, memory, order, level, beyond, log))
+        return self.found[-1]
+
+    def _in_another_order(self) -> None:
+        """The programs that are nearest to the budget, in XLA's own order for CPUs."""
+        almost = self.before.static + _ALMOST * self.room
+        near = sorted((c for c in self.found if c.memory.total <= almost), key=lambda c: c.memory.total)
+        for c in near[:2] if jax.default_backend() == "cpu" else ():
+            self._looked_at(c.lowered, False, c.level, c.beyond, c.log)
 
     def lower(self, level: Level) -> Any:
         run = on_values(level.ops, level.steps, self.planner.hold)
