@@ -370,14 +370,20 @@ def lower_bound(
     load = relaxed.own.copy()
     _add_stuck(relaxed, load, recompute, deadline)
     moments = None if recompute else Moments(graph)
+    line = unplanned(graph)
+    kept = {s.op: n for s, n in zip(line.steps, line.levels, strict=True) if s.op >= 0}
+    most = int(load.max())
     for k in _few(np.argsort(-load, kind="stable").tolist(), _most(len(load))):
         if deadline.over:
             break
+        if kept[k] < most:  # keeping everything is a plan, too: no bound at this op is above what it needs
+            continue
         if moments is None:
             found = relaxed.least_bytes(relaxed.moment(k), deadline)
         else:
             found = moments.passing(k).bytes
         load[k] = max(int(load[k]), found)
+        most = max(most, int(load[k]))
     best = int(load.argmax())
     end, last = _at_end(relaxed, alone=recompute and not least)
     nbytes, op = (int(load[best]), best) if load[best] >= end else (end, last)

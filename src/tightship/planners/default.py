@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -30,7 +29,7 @@ from tightship.graph import Graph
 from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
-from tightship.planners.ahead import begun_ahead, largest_gather
+from tightship.planners.ahead import begun_ahead, largest_gather, runs_beside
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
@@ -290,8 +289,10 @@ _AHEAD = (1.0, 0.6, 0.3)
 """Parts of the bytes that are left beyond the peak, for gathers that begin ahead: less where places do not do."""
 _GATHERS = (1, 2, 4)
 """How many of the largest gathers a search leaves bytes for."""
-_SHORTLY, _WHILE = 1.0, 5.0
-"""Seconds at least and at most for the places of everything with gathers begun ahead."""
+_LESS = 3
+"""By what the work of such a search is divided."""
+_SHORTLY = 1.0
+"""Seconds at least for the places of everything with gathers begun ahead."""
 
 
 class _Clock:
@@ -309,12 +310,6 @@ class _Clock:
         replay(line.graph, line.steps)
         took = time.perf_counter() - began
         self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(_PREPARED).at))
-
-    def shorter(self, seconds: float) -> _Clock:
-        """For another search, of so many seconds at most."""
-        other = copy(self)
-        other.search = Deadline(min(self.search.at, time.perf_counter() + seconds))
-        return other
 
 
 @dataclass
@@ -408,18 +403,19 @@ class _Search:
     def ahead(
         self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: _Clock
     ) -> tuple[run.Evicted, Layout]:
-        """The same with gathers between ranks begun ahead of where they are read, or that of another search, which
-        leaves bytes for that and takes no longer: whichever is faster."""
-        if not (size := largest_gather(self.graph)):
+        """The same with gathers between ranks, and copies of what streams, beside other ops, or that of another
+        search, of less work, which leaves bytes for gathers: whichever is faster."""
+        if not runs_beside(self.graph):
             return found, layout
-        best, took = self._begun_ahead(found, layout, clock), time.perf_counter() - clock.began
-        for count in _GATHERS if self.budget is not None and not self.interrupted else ():
+        size, options = largest_gather(self.graph), replace(self.options, work=self.options.work // _LESS)
+        best = self._begun_ahead(found, layout, clock)
+        for count in _GATHERS if size and self.budget is not None and not self.interrupted else ():
             lower = self.budget - count * size if self.budget is not None else 0
             if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
                 break
-            other = replace(self, budget=lower, best=None, last=None)
+            other = replace(self, budget=lower, options=options, best=None, last=None)
             with suppress(Infeasible, KeyboardInterrupt):
-                again = self._begun_ahead(*other.fit(progress, clock.shorter(took)), clock)
+                again = self._begun_ahead(*other.fit(progress, clock), clock)
                 best = min(best, again, key=lambda row: row[0].timeline.time)
             self.interrupted |= other.interrupted
         if best[0].timeline.time < found.timeline.time:
@@ -438,7 +434,7 @@ class _Search:
             other = replay(self.graph, steps)
             if not other.time < line.time or other.peak > budget:
                 continue
-            made = placement.layout(steps, max(_SHORTLY, min(_WHILE, clock.deadline.left)))
+            made = placement.layout(steps, max(_SHORTLY, clock.deadline.left))
             if placement.needs(other, made) <= budget:
                 return replace(found, steps=steps, timeline=other), made
         return found, layout

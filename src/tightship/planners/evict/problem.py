@@ -23,7 +23,7 @@ from tightship.analysis.structure import block_of, colors, layer, role, without_
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph, distinct
 from tightship.plan import Step
-from tightship.simulate import baseline, extras, make_steps, replay
+from tightship.simulate import Timeline, baseline, extras, make_steps, replay, unplanned
 
 __all__ = [
     "COMPRESS",
@@ -305,14 +305,20 @@ class EvictionProblem:
         phases = [self.graph.ops[k].phase for k in self.order]
         if "backward" in phases:
             return phases.index("backward")
-        steps = baseline(self.graph, self.order)
-        at = replay(self.graph, steps).peak_step
-        return sum(step.kind == "compute" for step in steps[:at]) if at > 0 else 0
+        line = self.kept
+        return sum(step.kind == "compute" for step in line.steps[: max(0, line.peak_step)])
 
     @cached_property
     def crossing(self) -> NDArray[np.bool_]:
         """Which gaps go from the forward into the backward."""
         return (self.gaps[:, 1] < self.boundary) & (self.gaps[:, 2] >= self.boundary)
+
+    @cached_property
+    def kept(self) -> Timeline:
+        """What the order costs with everything kept."""
+        if self.order == tuple(range(len(self.graph.ops))):
+            return unplanned(self.graph)
+        return replay(self.graph, baseline(self.graph, self.order))
 
     def nothing(self) -> Bits:
         return np.zeros(len(self.gaps), dtype=np.uint8)
