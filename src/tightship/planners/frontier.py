@@ -182,8 +182,10 @@ def frontier(
         for budget in search.spread(points):
             budgets.append(budget)
         for x in beside:
-            if min(budgets) < x.peak < budgets[0] and x.peak not in budgets:
-                search.at(x.peak, "as much memory as others")
+            if made[0].lower_bound <= x.peak < budgets[0] and x.peak not in budgets:
+                reached = search.at(x.peak, "as much memory as others")
+                if reached == x.peak < min(budgets):
+                    budgets.append(x.peak)
             search.adopt(x, notes)
     except KeyboardInterrupt:
         if len(made) < 2:
