@@ -23,17 +23,15 @@ left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
 from tightship.analysis.order import reached
+from tightship.graph import Graph, Uses
 from tightship.options import NEVER, Deadline
-
-if TYPE_CHECKING:
-    from tightship.analysis.bounds import Relaxation
 
 __all__ = ["last_run_bound"]
 
@@ -44,7 +42,24 @@ _EDGES, _LARGE = 30_000_000, 5_000
 """Edges of all cuts together, at most, and ops of graphs that are looked at."""
 
 
-def last_run_bound(relaxed: Relaxation, least: int, deadline: Deadline = NEVER) -> tuple[int, int]:
+class Relaxed(Protocol):
+    """What is asked of a `bounds.Relaxation`."""
+
+    graph: Graph
+    uses: Uses
+    static: NDArray[np.bool_]
+    waits: NDArray[np.int64]
+    pairs: dict[int, list[tuple[int, int]]]
+    nodes: int
+    last_runs: tuple[int, int] | None
+    own: Any
+    again: Any
+    _reads: Any
+    _writes: Any
+    _backward: Any
+
+
+def last_run_bound(relaxed: Relaxed, least: int, deadline: Deadline = NEVER) -> tuple[int, int]:
     """Bytes that no plan can stay under, ``least`` or more, which is known to be such a number, and the op that can
     be the last of a set with these (-1: ``least`` is not surpassed)."""
     if len(relaxed.own) > _LARGE:
@@ -75,7 +90,7 @@ class _LastRuns:
     ``touched``: by op, the bytes of what it reads and makes that may count in a cut; ``base``: the cut when no op
     runs any more."""
 
-    def __init__(self, relaxed: Relaxation, deadline: Deadline) -> None:
+    def __init__(self, relaxed: Relaxed, deadline: Deadline) -> None:
         graph, uses = relaxed.graph, relaxed.uses
         self.relaxed, self.deadline, self.work = relaxed, deadline, _EDGES
         n, m = len(graph.ops), len(graph.storages)
