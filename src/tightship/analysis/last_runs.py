@@ -23,14 +23,14 @@ left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
 from tightship.analysis.order import reached
-from tightship.graph import Graph, Uses
+from tightship.graph import Graph, Rows, Uses
 from tightship.options import NEVER, Deadline
 
 __all__ = ["last_run_bound"]
@@ -52,11 +52,17 @@ class Relaxed(Protocol):
     pairs: dict[int, list[tuple[int, int]]]
     nodes: int
     last_runs: tuple[int, int] | None
-    own: Any
-    again: Any
-    _reads: Any
-    _writes: Any
-    _backward: Any
+
+    @property
+    def own(self) -> NDArray[np.int64]: ...
+    @property
+    def again(self) -> NDArray[np.bool_]: ...
+    @property
+    def _reads(self) -> NDArray[np.int64]: ...
+    @property
+    def _writes(self) -> NDArray[np.int64]: ...
+    @property
+    def _backward(self) -> Rows: ...
 
 
 def last_run_bound(relaxed: Relaxed, least: int, deadline: Deadline = NEVER) -> tuple[int, int]:
