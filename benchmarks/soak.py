@@ -8,7 +8,8 @@ the verifier has to list, without raising. ``places``: random problems with ever
 graphs with every plan tried; no bound is above the best. ``files``: files of every format, changed by their structure
 and read by the command line; nothing may raise, and nothing take more than ten seconds. ``faults``: every verb that
 writes and steps that are fitted, on a disk that fails at the n-th write, with signals at it or at some time, and with
-too little memory (``tests/support/faults.py``); what ``docs/reliability.md`` promises has to hold.
+too little memory (``tests/support/faults.py``); what ``docs/reliability.md`` promises has to hold. ``core``: every
+function of the core with wrong arguments; of use under the sanitizers (``make sanitize``).
 
 A case is a number. What fails is shrunk to the smallest case that does, and kept as one line of ``failures``; a
 campaign goes on where the state's file says that it was.
@@ -258,9 +259,21 @@ def disturbed(seed: int, size: int) -> Judged:
         raise
 
 
+# --- the core ---
+
+
+def core(seed: int, size: int) -> Judged:
+    """A function of the core with wrong arguments; what harm they do shows under the sanitizers, or as a crash, which
+    ends the campaign."""
+    from support.core_calls import HARMLESS, hostile_call  # what they are made of takes a second
+
+    call = HARMLESS[seed % len(HARMLESS)]
+    return Judged(call.name, had=(hostile_call(call, seed).rpartition(": ")[2],))
+
+
 CLASSES: dict[str, Callable[[int, int], Judged]] = {
     "plans": planned.plans, "verifier": verifier, "places": places, "optima": optima, "files": files,
-    "faults": disturbed,
+    "faults": disturbed, "core": core,
 }  # fmt: skip
 
 

@@ -53,7 +53,9 @@ nb::list walked(Engine& e, const nb::list& decisions, i64 limit) {
     nb::list costs;
     Bits now;
     for (const auto& row : decisions) {
-        const Bits next = bits(e, nb::cast<Flags>(row));
+        Flags given;
+        if (!nb::try_cast(row, given)) check::refuse("decisions has no array", "must be arrays of one byte a gap");
+        const Bits next = bits(e, given);
         if (now.empty()) e.follow(now = next, limit);
         Changes changes;
         for (i32 gap = 0; gap < static_cast<i32>(next.size()); ++gap)

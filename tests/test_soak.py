@@ -18,7 +18,7 @@ from tightship.plan import Plan, Step
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import soak
 
-CASES = {"plans": 40, "verifier": 200, "places": 60, "optima": 30, "files": 60, "faults": 6}
+CASES = {"plans": 40, "verifier": 200, "places": 60, "optima": 30, "files": 60, "faults": 6, "core": 130}
 
 
 @pytest.fixture(autouse=True)

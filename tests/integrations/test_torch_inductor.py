@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tightship
 from support.compiled import batch, deep, loss_of, zoo
@@ -19,7 +20,7 @@ from tightship import errors, simulate
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
 from tightship.frontends.torch import compat_inductor, compat_inductor_lines, compat_inductor_partitions
-from tightship.frontends.torch.capture.fused import fuse_step
+from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.integrations import torch_inductor
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
@@ -410,6 +411,67 @@ def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeyp
         assert graph.last.measured_peak == graph.plan.peak <= graph.plan.budget
     for a, b in zip(got, stock(model, x), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_depthwise_convolutions_that_run_again_keep_the_layouts_of_a_backward_pass_without_them(monkeypatch):
+    monkeypatch.setattr(torch_inductor.Aim, "run", lambda self: [])
+    monkeypatch.setattr(torch_inductor, "STOCK", ())
+
+    def block():
+        rows = [
+            nn.Conv2d(32, 32, 7, padding=3, groups=32),
+            nn.Conv2d(32, 64, 1),
+            nn.GELU(),
+            nn.Conv2d(64, 32, 1),
+        ]
+        return nn.Sequential(*rows)
+
+    model, x = nn.Sequential(*(block() for _ in range(4))), torch.randn(4, 32, 8, 8)
+    call = compiled(model, budget="80%", cache=None)
+    got = step(call, model, x)
+    (graph,) = compiled_plans(call)
+    assert graph.plan.source == "each block computed again"
+    assert graph.last.measured_peak == graph.plan.peak <= graph.plan.budget
+    for a, b in zip(got, stock(model, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Attending(nn.Module):
+    """A block of attention without dropout, under a checkpoint or not."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.qkv, self.again = nn.Linear(16, 48), again
+
+    def forward(self, x):
+        return checkpoint(self.attended, x, use_reentrant=False) if self.again else self.attended(x)
+
+    def attended(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:-1], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+def test_attention_under_a_checkpoint_runs_again_and_nothing_is_drawn():
+    peaks = []
+
+    def backend(gm, given):
+        peaks.extend(torch_inductor.stock_peaks(gm, given, [1.0]))
+        return gm.forward
+
+    for again in (False, True):
+        torch._dynamo.reset()
+        model = nn.Sequential(*(Attending(again) for _ in range(3)))
+        torch.compile(model, backend=backend)(torch.randn(4, 64, 16))
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize(("dropout", "drawn"), [(0.0, False), (0.1, True)])
+def test_attention_draws_where_it_drops(dropout, drawn):
+    graph = torch.fx.Graph()
+    q = graph.placeholder("q")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert compat_inductor.draws(graph.call_function(attention, (q, q, q, dropout))) is drawn
 
 
 # --- choices that are kept ---

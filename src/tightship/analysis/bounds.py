@@ -386,12 +386,10 @@ def lower_bound(
         most = max(most, int(load[k]))
     best = int(load.argmax())
     end, last = _at_end(relaxed, alone=recompute and not least)
-    total, op = (int(load[best]), best) if load[best] >= end else (end, last)
-    if recompute:
-        found, at = last_run_bound(relaxed, total, deadline)
-        total, op = (found, at) if found > total else (total, op)
-    bound = Bound(total)
-    bound.op = op
+    nbytes, op = (int(load[best]), best) if load[best] >= end else (end, last)
+    found, at = last_run_bound(relaxed, nbytes, deadline) if recompute else (nbytes, op)
+    bound = Bound(found)
+    bound.op = at if found > nbytes else op
     return bound
 
 

@@ -45,7 +45,8 @@ from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat, compat_inductor
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
-from tightship.frontends.torch.capture.fused import FusedStep, between_blocks, fuse_step
+from tightship.frontends.torch.capture.fused import between_blocks
+from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
 from tightship.frontends.torch.compat_inductor import Lowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.updates import Member, Updater, each, independent, state_at

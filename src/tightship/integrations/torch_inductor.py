@@ -13,15 +13,14 @@ with other graphs, gradients and the optimizer.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.utils.checkpoint
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
@@ -42,12 +41,9 @@ from tightship.integrations.torch_partition import (
     check_again,
 )
 from tightship.plan import Plan
-from tightship.planners.default import Options, PlanOptions, read_options
-from tightship.planners.default import plan as default_plan
-from tightship.units import BudgetLike
 from tightship.verify import check
 
-__all__ = ["CompiledGraph", "Shares", "compile_within", "stock_peaks", "tag"]
+__all__ = ["CompiledGraph", "Shares", "compile_within", "stock_peaks"]
 
 _STOCK: Final = source_of(1.0)
 
@@ -572,81 +568,3 @@ def _device(gm: GraphModule) -> str:
             f"compiled mode on {', '.join(sorted(devices))}", "a budget is of one device's memory"
         )
     return next(iter(devices), "cpu")
-
-
-# --- tags ------------------------------------------------------------------------------------------------------
-
-
-def tag(joint: GraphModule, budget: BudgetLike, *, outputs: int | None = None, **options: Any) -> Plan:
-    """Says on every node of the forward pass of a joint fx graph whether it is saved for the backward pass:
-    ``node.meta["recompute"]``, a ``CheckpointPolicy``, as PyTorch's partitioners read it, in the place of what was
-    there. ``budget``: bytes, text or a percentage, of the graph's inputs and everything that the two passes
-    make. ``outputs``: how many of the graph's results are the forward pass's; by default all but one for each input,
-    as AOTAutograd writes them. ``options`` are the planner's.
-
-    A graph without tangents is one of forward pass, loss and backward pass, whose nodes say which they are of
-    (``custom["phase"]`` or ``autograd_backward``), as PyTorch's pass that recomputes by tags reads it; its results
-    before the first gradient are the forward pass's. That pass recomputes for one stretch of backward nodes alone:
-    what other ones read is saved.
-
-    Returns the plan. Its bytes are those of a model of fused code: what a compiler makes of the tags is not replayed.
-    Random ops and ops with effects are saved, never recomputed. Raises ``Infeasible``; ``BadInput`` for what is no
-    joint graph; ``Unsupported`` for symbolic sizes and higher-order ops.
-    """
-    compat.require_torch()
-    chosen = read_options(cast(PlanOptions, {"allow": "recompute", **options}), "tag")
-    inputs = joint.graph.find_nodes(op="placeholder")
-    primals = [n for n in inputs if not compat_compile.is_tangent(n)]
-    (output,) = joint.graph.find_nodes(op="output")
-    results = list(torch.utils._pytree.tree_leaves(output.args[0]))
-    if len(primals) < len(inputs):
-        count = len(results) - len(primals) if outputs is None else outputs
-        if not 0 < count < len(results):
-            raise BadInput(_JOINT, f"{len(inputs)} inputs, {len(results)} results", "tag")
-        return _write_tags(joint, fuse(joint, count), budget, chosen, frozenset())
-    with compat_compile.phases_marked(joint) as backward:
-        late = set(backward)
-        count = next((k for k, x in enumerate(results) if x in late), 0) if outputs is None else outputs
-        if not 0 < count < len(results):
-            raise BadInput(_JOINT, f"{len(inputs)} inputs, {len(results)} results, no tangents", "tag")
-        return _write_tags(joint, fuse(joint, count), budget, chosen, _read_elsewhere(joint, late))
-
-
-_JOINT: Final = (
-    "a joint graph has tangents among its inputs, or marks on the nodes of its backward pass, and its results are "
-    "the forward pass's, then gradients"
-)
-
-
-def _write_tags(
-    joint: GraphModule, model: FusedJoint, budget: BudgetLike, options: Options, kept: frozenset[Node]
-) -> Plan:
-    plan = default_plan(model.graph, budget, replace(options, place=False, reuse=False))
-    saved = set(model.saved(plan))
-    for node in joint.graph.nodes:
-        if node.op == "call_function" and not model.is_late(node):
-            once = compat_inductor.draws(node) or compat_compile.mutates(node) or node.is_impure()
-            once = once or any(compat_inductor.draws(a) for a in node.all_input_nodes if _is_part(node))
-            keep = once or node.name in saved or node in kept
-            node.meta["recompute"] = _POLICY.MUST_SAVE if keep else _POLICY.MUST_RECOMPUTE
-    return plan
-
-
-def _read_elsewhere(joint: GraphModule, late: set[Node]) -> frozenset[Node]:
-    """What stretches of backward nodes read, the longest one aside."""
-    stretches: list[list[Node]] = [[]]
-    for node in joint.graph.nodes:
-        if node in late:
-            stretches[-1].append(node)
-        elif stretches[-1]:
-            stretches.append([])
-    longest = max(stretches, key=len)
-    others = [s for s in stretches if s is not longest]
-    return frozenset(a for s in others for n in s for a in n.all_input_nodes if a not in late)
-
-
-def _is_part(node: Node) -> bool:
-    return node.target is operator.getitem
-
-
-_POLICY: Final = torch.utils.checkpoint.CheckpointPolicy

@@ -21,6 +21,7 @@ from typing import Any, TypedDict
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
+from tightship.analysis.order import is_legal
 from tightship.analysis.packing import packings
 from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible, VerificationFailed
@@ -70,8 +71,8 @@ _FIRST, _FIRST_OF_MANY, _PLACES = 0.8, 0.5, 0.4
 and places for what it found, may take."""
 _LARGE = 5_000
 """Ops of graphs that are large in that sense."""
-_DEEP = 20_000
-"""Ops of graphs for which it is worked out what to recompute first."""
+_DEMAND, _DEEP = "demand", 20_000
+"""The order in which recomputation takes least, and ops of graphs for which it is worked out."""
 _ORDERS = ("sink", "given", "lpmf")
 _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
@@ -445,7 +446,7 @@ class _Search:
         if self.options.order != Options().order or self.bound > self.budget:
             return
         tried = [self.problem.order]
-        self._deeper(progress, clock)
+        self._deeper(tried, progress, clock)
         if not self.in_parts:
             self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
@@ -460,16 +461,18 @@ class _Search:
                 self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
 
-    def _deeper(self, progress: Progress | None, clock: _Clock) -> None:
+    def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""
         assert self.budget is not None
-        problem = self.problem.deeper
         if self._near() or self.interrupted or clock.search.over or len(self.graph.ops) > _DEEP:
             return
-        best, peak = self.reached.within(self.budget), self.best.timeline.peak if self.best else math.inf
+        best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
+        tried.append(order)
+        problem = self.problem.deeper(order)
         self._search_in(problem, progress, clock)
-        lower = self.best is not None and self.best.timeline.peak < peak
-        if self.reached.within(self.budget) is not best or (best is None and lower):
+        if self.reached.within(self.budget) is None:
+            self.in_parts = False  # not in this way
+        if best is None or self.reached.within(self.budget) is not best:
             self.problem = problem
 
     def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
@@ -527,7 +530,10 @@ class _Search:
         if count not in known:
             graph, stands = divided(problem.graph, divisible(problem.graph)[:count])
             part = clock.search.part(_PREPARED)
-            order = order_of(graph, self.options, unplanned(graph).peak, part, self.budget)
+            if problem.deep:
+                order = _parts_last(graph, stands, run.order(_DEMAND, graph, part))
+            else:
+                order = order_of(graph, self.options, unplanned(graph).peak, part, self.budget)
             chained = tuple(stands.index(k) for k in problem.chained)
             known[count] = replace(problem, graph=graph, order=order, chained=chained, stands=stands)
         return known[count]
@@ -730,6 +736,13 @@ class _Search:
             at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
+
+
+def _parts_last(graph: Graph, stands: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The order with what makes results that stay, in an op of its own (`lowering.divided`), at the end."""
+    late = {k for k in range(1, len(stands)) if stands[k] == stands[k - 1]}
+    last = (*(k for k in order if k not in late), *(k for k in order if k in late))
+    return last if is_legal(graph, last) else order
 
 
 def _beside(progress: Progress | None, seconds: float) -> Progress | None:

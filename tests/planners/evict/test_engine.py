@@ -10,9 +10,10 @@ import pytest
 from support.chains import chain
 from support.strategies import random_graph
 from tightship.analysis.bounds import lower_bound
+from tightship.analysis.order import deepest_first
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners import run
-from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem, deepest_first
+from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem
 from tightship.simulate import baseline, replay
 from tightship.verify import check
 
@@ -193,13 +194,13 @@ def test_what_was_made_of_something_written_over_later_may_be_made_again_until_t
     graph = accumulated()
     problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     wide = next(k for k, s in enumerate(graph.storages) if s.name == "wide")
-    gaps = [g for g, (s, _, _) in enumerate(problem.deeper.gaps.tolist()) if s == wide]
+    gaps = [g for g, (s, _, _) in enumerate(problem.deeper(problem.order).gaps.tolist()) if s == wide]
     assert gaps and not any(s == wide for s, _, _ in problem.gaps.tolist())
-    bits = problem.deeper.nothing()
+    bits = problem.deeper(problem.order).nothing()
     bits[gaps] = EVICT
-    found = problem.deeper.cost(bits, HUGE)
+    found = problem.deeper(problem.order).cost(bits, HUGE)
     assert found.valid and found.runs == 1
-    steps = problem.deeper.steps(bits)
+    steps = problem.deeper(problem.order).steps(bits)
     assert replay(graph, steps).peak == found.peak < replay(graph, baseline(graph)).peak - 400
     check(graph, run.decision_plan(graph, steps, replay(graph, steps), "test"))
     # Once it is written over, the recipe would see something else.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import Rows, csr, pairs
+from tightship.analysis.order import Rows, csr, deepest_first, pairs
 from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import block_of, colors, layer, role, without_numbers
 from tightship.errors import BadInput, Unsupported
@@ -165,10 +165,13 @@ class EvictionProblem:
             self._in_order[order] = replace(self, order=order)
         return self._in_order[order]
 
+    def deeper(self, order: tuple[int, ...]) -> EvictionProblem:
+        """The same with ``deep``, in another order; always the same problem, with what was found for it."""
+        return self._deep.in_order(order)
+
     @cached_property
-    def deeper(self) -> EvictionProblem:
-        """The same with ``deep``; always the same problem, with what was found for it."""
-        return self if self.deep else replace(self, deep=True)
+    def _deep(self) -> EvictionProblem:
+        return replace(self, deep=True)
 
     @cached_property
     def engine(self) -> Any:
@@ -389,43 +392,6 @@ class EvictionProblem:
         kind, op, *_ = self.engine.emit(evict, _UNLIMITED)
         found: list[int] = op[kind == _KINDS.index("recompute")].tolist()
         return found
-
-
-def deepest_first(graph: Graph) -> tuple[Rows, Rows]:
-    """What each op reads, and how many writes of it, in the order in which making it again takes the least memory:
-    first that of which the most is needed beyond its own bytes (Sethi and Ullman 1970), where everything of less than
-    half of the largest one's bytes is there."""
-    uses, facts, size = graph.uses, graph.uses.facts, graph.columns.size.tolist()
-    most = [max((size[s] for s in row if uses.definer[s] >= 0), default=0) for row in uses.reads]
-    starts, at = facts.reads[0], np.arange(len(facts.reads[1]))
-    for bits in sorted({n.bit_length() for k, n in enumerate(most) if len(uses.reads[k]) > 1}):
-        rows = _by_need(graph, (1 << bits) // 4)
-        for k, n in enumerate(most):
-            if n.bit_length() == bits and len(rows[k]) > 1:
-                at[starts[k] : starts[k + 1]] = starts[k] + np.array(rows[k])
-    return (starts, facts.reads[1][at]), (facts.needs[0], facts.needs[1][at])
-
-
-def _by_need(graph: Graph, there: int) -> list[list[int]]:
-    """By op, the order of its reads as `deepest_first` has it, storages of fewer bytes than ``there`` being there."""
-    uses, size, beside = graph.uses, graph.columns.size.tolist(), extras(graph).tolist()
-    need = [0] * len(size)  # bytes that making a storage takes, its own among them
-    rows: list[list[int]] = []
-    for k, op in enumerate(graph.ops):
-        reads, made = uses.reads[k], uses.defines[k]
-        rows.append(sorted(range(len(reads)), key=lambda j: size[reads[j]] - need[reads[j]]))
-        held = most = 0
-        for s in (reads[j] for j in rows[-1]):
-            if need[s] and s not in uses.mutates[k]:
-                most = max(most, held + need[s])
-                held += size[s]
-        over = sum({a: size[a] for a, _ in op.overwrites if need[a]}.values())
-        total = sum(size[s] for s in made)
-        most = max(most, held + total + beside[k] - min(over, total))
-        for s in (*made, *uses.mutates[k]):
-            if size[s] >= there and s not in graph.static:
-                need[s] = max(need[s], most)
-    return rows
 
 
 def _bits(ways: Sequence[str]) -> int:
