@@ -34,7 +34,7 @@ from tightship.planners.default import plan as search_plan
 from tightship.planners.frontier import Changed, below
 from tightship.planners.frontier import frontier as search_frontier
 from tightship.result import Compared, Explained, Frontier, Planned, SplitPlanned
-from tightship.simulate import baseline, replay
+from tightship.simulate import unplanned
 from tightship.sources import ModelStep, need_torch, read_model, torch_saved
 from tightship.units import BudgetLike, parse_budget, resolve_budget
 
@@ -152,7 +152,7 @@ class PlanRequest:
         cache = "default" if self.cache is None else self.cache
         timed = None if self.step is None else partial(self.step.timed, cache=cache)
         ways = Ways(self.graph, self.program, timed, way, options, plan_of, streams=streams)
-        peak = replay(self.graph, baseline(self.graph)).peak
+        peak = unplanned(self.graph).peak
         limit = resolve_budget(self.budget, peak, static=self.graph.static_bytes)
         assert limit is not None
         made = ways.plan(limit)

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
-from tightship.errors import Unsupported
+from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch.compat import VERSION, require_torch
 from tightship.frontends.torch.compat_inductor_caches import (
     Code,
@@ -69,6 +69,7 @@ __all__ = [
     "compile_graph",
     "digest",
     "draws",
+    "dry_graph",
     "extract",
     "lower",
     "of_module",
@@ -468,6 +469,81 @@ def _made(
             return made, kept_lines(made, kind, code)
         forget_strides()
     raise AssertionError
+
+
+# --- lines alone -------------------------------------------------------------------------------------------------
+
+
+Emulated = Callable[[str, Lowered, GraphModule], Callable[[list[Any]], list[Any]]]
+
+
+def dry_graph(gm: GraphModule, inputs: Sequence[Any], emulated: Emulated) -> Callable[..., Any]:
+    """A Dynamo graph as Inductor compiles it by itself, with no kernel built.
+
+    ``emulated(pass, lowered, graph)`` makes of each pass (``forward``, ``backward``, ``inference``) what is called in
+    its place, with a list of arguments that it empties; ``graph`` is the pass before it was lowered. A pass that
+    computes nothing is run as it is."""
+    require_inductor()
+    from torch._inductor import compile_fx, config
+
+    def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
+        kind = (
+            "backward" if more.get("is_backward") else "inference" if more.get("is_inference") else "forward"
+        )
+        shown, made = copied(graph), None
+        recording = _recording(stop=True)
+        with (
+            config.patch(fx_graph_cache=False),
+            _scalar_kernels(),
+            recording as recorder,
+            suppress(Stopped),
+        ):
+            made = compile_fx.compile_fx_inner(graph, example_inputs, **more)
+        if not recorder.found:
+            return made
+        _tell_strides(recorder.found[0])
+        run = emulated(kind, recorder.found[0], shown)
+        return _boxed(lambda args: run(args))
+
+    with caches(config.custom_partitioner_fn, None, force_non_lazy_backward_lowering=True):
+        made: Callable[..., Any] = compile_fx.compile_fx(gm, list(inputs), inner_compile=inner)
+    return made
+
+
+def _tell_strides(lowered: Lowered) -> None:
+    """Says of a pass's results what Inductor does when it has compiled it: the backward pass is lowered for them."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        context.output_strides.extend(lowered.strides)
+
+
+@contextmanager
+def compiled_calls(model: torch.nn.Module, backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """What calls of the module are once ``backend`` has compiled it, sizes fixed. Errors of ours that Dynamo wraps
+    into its own are raised; nothing that it has compiled for others is used or forgotten."""
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._dynamo.external_utils import wrap_inline
+
+    # In a frame of its own, as torch.compile has it: those of torch.nn's classes are left alone.
+    inner = wrap_inline(model._call_impl)
+    made = torch.compile(inner, backend=backend, dynamic=False, isolate_recompiles=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return made(*args, **kwargs)
+        except BackendCompilerFailed as wrapped:
+            if isinstance(wrapped.inner_exception, TightshipError):
+                raise wrapped.inner_exception from None
+            raise
+
+    before = model._compiled_call_impl
+    model._compiled_call_impl = call  # type: ignore[assignment]
+    try:
+        yield call
+    finally:
+        model._compiled_call_impl = before
 
 
 # --- a graph without a backward pass of its own ----------------------------------------------------------------
