@@ -83,14 +83,15 @@ __all__ = [
 ]
 
 _LEANED_ON: Final = {
+    "torch._dynamo.exc": ("BackendCompilerFailed",),
+    "torch._dynamo.external_utils": ("wrap_inline",),
     "torch._inductor.compile_fx": (
         "compile_fx", "compile_fx_inner", "compile_fx_forward", "compile_fx_backward",
         "create_compiler_config_extra", "get_num_model_outputs",
     ),
     "torch._inductor.config": (
         "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "inplace_buffers", "layout_optimization",
-        "memory_planning",
-        "post_grad_custom_pre_pass",
+        "memory_planning", "post_grad_custom_pre_pass",
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
     "torch._inductor.exc": ("InductorError",),
