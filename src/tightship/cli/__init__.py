@@ -249,6 +249,17 @@ class Usage(TightshipError):
 
 
 class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Help, which argparse does not say that it could not print."""
+        to = file or sys.stderr
+        try:
+            to.write(message)
+            to.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise unwritable(error, "standard output") from error
+
     def error(self, message: str) -> NoReturn:
         raise Usage(f"{message} (see {self.prog} --help)")
 
