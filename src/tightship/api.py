@@ -366,12 +366,12 @@ def tag(
     outputs: int | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Tags for PyTorch's partitioners on any joint fx graph: see `tightship.integrations.torch_inductor.tag`.
+    """Tags for PyTorch's partitioners on any joint fx graph: see `tightship.integrations.torchtitan.tag`.
 
     ``tag(joint, "6GiB")`` writes a ``CheckpointPolicy`` into each ``node.meta["recompute"]``.
     """
     need_torch("tagging a joint graph")
-    from tightship.integrations.torch_inductor import tag as write
+    from tightship.integrations.torchtitan import tag as write
 
     return write(joint, budget, outputs=outputs, **options)
 

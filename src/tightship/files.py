@@ -20,8 +20,11 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
+    "DEFAULT",
     "PathLike",
     "begins_with",
+    "default_folder",
+    "folder_of",
     "open_regular",
     "part_of",
     "read_bytes",
@@ -34,6 +37,9 @@ __all__ = [
 ]
 
 PathLike: TypeAlias = str | os.PathLike[str]
+
+DEFAULT = "default"
+"""The folder that the user's environment names."""
 
 
 def unreadable(error: Exception, place: str) -> BadInput:
@@ -241,3 +247,20 @@ def _lock(handle: int, *, where_there_are_none: bool) -> bool:
     except OSError:
         return where_there_are_none
     return True
+
+
+def default_folder() -> Path | None:
+    """Where the environment variable ``TIGHTSHIP_CACHE`` says (``off``: nowhere, None), else ``tightship`` in the
+    user's cache folder; nowhere where there is no such folder."""
+    chosen = os.environ.get("TIGHTSHIP_CACHE", "")
+    if chosen.lower() == "off":
+        return None
+    try:
+        return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightship")
+    except RuntimeError:  # a user whom the system does not know, without HOME: containers run so
+        return None
+
+
+def folder_of(cache: Path | str | None) -> Path | None:
+    """The folder that a ``cache=`` of the public functions names."""
+    return default_folder() if cache == DEFAULT else None if cache is None else Path(cache)

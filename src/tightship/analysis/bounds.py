@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
+from tightship.analysis.last_runs import last_run_bound
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import Mask, Rows, edges, once, pairs, reached
 from tightship.graph import Graph, distinct
@@ -126,6 +127,7 @@ class Relaxation:
         }
         self.total = math.fsum(graph.columns.time)
         self.nodes = 2 + len(graph.ops) + 2 * len(graph.storages)
+        self.last_runs: tuple[int, int] | None = None  # as `last_run_bound` found it
 
     @cached_property
     def _backward(self) -> Rows:
@@ -384,8 +386,10 @@ def lower_bound(
         most = max(most, int(load[k]))
     best = int(load.argmax())
     end, last = _at_end(relaxed, alone=recompute and not least)
-    bound = Bound(max(int(load[best]), end))
-    bound.op = best if load[best] >= end else last
+    nbytes, op = (int(load[best]), best) if load[best] >= end else (end, last)
+    found, at = last_run_bound(relaxed, nbytes, deadline) if recompute else (nbytes, op)
+    bound = Bound(found)
+    bound.op = at if found > nbytes else op
     return bound
 
 
