@@ -361,6 +361,7 @@ def main() -> int:
             tallies.add(name, case)
             if case.fault:
                 least, fault = shrunk(name, seed, size)
+                fault = fault or f"once: {case.fault}"
                 row = {"class": name, "seed": seed, "size": least, "fault": fault, "code": tallies.version}
                 print(json.dumps(row), flush=True)
                 with chosen.failures.open("a") as file:

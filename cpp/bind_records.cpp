@@ -177,7 +177,8 @@ nb::tuple tuples(const RowsIn& in) {
 // ``__post_init__``.
 nb::tuple records(const nb::type_object& type, i64 count, const nb::dict& columns) {
     check::number("count", count, 0, check::kMostCount, "must be from 0 to 2^28");
-    if (!nb::hasattr(type, "__dataclass_fields__")) check::refuse("the type is not a dataclass", "must be one");
+    if (!nb::hasattr(type, "__dataclass_fields__"))
+        check::refuse("the type is not a dataclass", "must be one");
     struct Column {
         nb::object name, values;
         Array<i64> integers;

@@ -54,7 +54,8 @@ nb::list walked(Engine& e, const nb::list& decisions, i64 limit) {
     Bits now;
     for (const auto& row : decisions) {
         Flags given;
-        if (!nb::try_cast(row, given)) check::refuse("decisions has no array", "must be arrays of one byte a gap");
+        if (!nb::try_cast(row, given))
+            check::refuse("decisions has no array", "must be arrays of one byte a gap");
         const Bits next = bits(e, given);
         if (now.empty()) e.follow(now = next, limit);
         Changes changes;

@@ -571,10 +571,12 @@ def test_an_error_of_our_own_is_a_sentence_with_a_status_of_its_own(there, capsy
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("extra", [[], ["--json"]])
-def test_a_full_disk_under_standard_output_is_a_sentence(there, extra):
+@pytest.mark.parametrize(
+    "words", [["planners"], ["planners", "--json"], ["--help"], ["--version"], ["plan", "--help"]]
+)
+def test_a_full_disk_under_standard_output_is_a_sentence(there, words):
     with open("/dev/full", "wb") as full:
-        command = [sys.executable, "-m", "tightship", "planners", *extra]
+        command = [sys.executable, "-m", "tightship", *words]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=there, check=False)
     assert done.returncode == 2
     assert (

@@ -451,3 +451,16 @@ def test_a_scratch_folder_that_somebody_takes_for_one_that_was_left_is_made_agai
         with pytest.raises(KeyboardInterrupt), scratch_folder():
             pass
     assert not list(tmp_path.iterdir())
+
+
+def test_an_import_that_a_signal_ended_is_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Modules of C++ make an ImportError of it, with the interrupt as its cause."""
+
+    def broken(*_: object) -> None:
+        raise ImportError("initialization failed") from KeyboardInterrupt()
+
+    monkeypatch.setattr(cli, "parser", broken)
+    assert cli.main(["planners", "--json"]) == 130
+    assert "internal error" not in capsys.readouterr().err

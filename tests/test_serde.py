@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -20,6 +21,8 @@ from support.strategies import graphs, plans, random_graph, random_plan, random_
 from tightship import machine
 from tightship import serde as docs
 from tightship.errors import BadInput
+from tightship.files import begins_with, read_most
+from tightship.frontends import problem_csv
 from tightship.graph import Graph, Op, Request, Storage, Value
 from tightship.machine import CODECS, Machine
 from tightship.plan import Inner, Plan, Residence, Step
@@ -246,8 +249,26 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
             load_plan(path)
         assert str(path) in str(caught.value)
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
-    with pytest.raises(BadInput, match="regular file"):
-        load_plan(tmp_path / "pipe")
+    for read in (load_plan, problem_csv.read):
+        with pytest.raises(BadInput, match="regular file"):
+            read(tmp_path / "pipe")
+    assert begins_with(tmp_path / "pipe", 1) == b""
+
+
+def test_reading_asks_for_no_more_memory_than_a_file_has(tmp_path: Path) -> None:
+    """Where address space is limited, what a large limit allows is not there."""
+    (tmp_path / "small").write_bytes(b"12345")
+    asked = []
+
+    class File(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            asked.append(size)
+            return super().read(size)
+
+    assert read_most(File(b"12345"), 1 << 31, 5) == b"12345"
+    assert read_most(File(b"12345"), 1 << 31, 2) == b"12345"  # it has grown
+    assert len(read_most(File(b"12345"), 3, 5)) == 4
+    assert max(asked) <= 1 << 20
 
 
 def test_large_files_are_refused_unread(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class InternalError(TightshipError):
 
     exit_status: ClassVar[int] = 3
 
-    def __init__(self, cause: Exception) -> None:
+    def __init__(self, cause: BaseException) -> None:
         self.__cause__ = cause
         said = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
         if _out_of_memory(cause):

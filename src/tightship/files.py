@@ -10,7 +10,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Final, TypeAlias
+from typing import IO, BinaryIO, Final, TypeAlias
 
 from tightship.errors import BadInput
 
@@ -22,8 +22,10 @@ except ImportError:  # Windows has none
 __all__ = [
     "DEFAULT",
     "PathLike",
+    "begins_with",
     "default_folder",
     "folder_of",
+    "open_regular",
     "part_of",
     "read_bytes",
     "read_most",
@@ -50,6 +52,27 @@ def unwritable(error: Exception, path: str) -> BadInput:
     return BadInput(f"cannot write {path!r}: {getattr(error, 'strerror', None) or error}")
 
 
+def open_regular(path: PathLike) -> BinaryIO:
+    """A regular file to read; ``BadInput`` for all others: a pipe would wait, and what is read of it is gone."""
+    file = open(path, "rb", opener=lambda at, flags: os.open(at, flags | _AT_ONCE))  # noqa: SIM115 - the caller closes
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise BadInput("not a regular file", place=os.fspath(path))
+    return file
+
+
+_AT_ONCE: Final = getattr(os, "O_NONBLOCK", 0)
+
+
+def begins_with(path: PathLike, count: int) -> bytes:
+    """The first bytes of a regular file; none of what cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read(count)
+    except (BadInput, OSError, ValueError):
+        return b""
+
+
 def read_bytes(path: PathLike, limit: int, what: str = "file") -> bytes:
     """What is in a regular file of at most ``limit`` bytes. Raises ``BadInput`` for all others: a pipe would wait."""
     name = os.fspath(path)
@@ -59,7 +82,7 @@ def read_bytes(path: PathLike, limit: int, what: str = "file") -> bytes:
             raise BadInput("not a regular file", place=name)
         size, data = about.st_size, b""
         if size <= limit:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 data = read_most(file, limit, size)
     except (OSError, ValueError) as error:
         raise unreadable(error, name) from error

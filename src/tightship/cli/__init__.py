@@ -251,6 +251,17 @@ class Usage(TightshipError):
 
 
 class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Help, which argparse does not say that it could not print."""
+        to = file or sys.stderr
+        try:
+            to.write(message)
+            to.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise unwritable(error, "standard output") from error
+
     def error(self, message: str) -> NoReturn:
         raise Usage(f"{message} (see {self.prog} --help)")
 
@@ -403,24 +414,36 @@ def _status(given: list[str], out: Output, signals: _Signals, *, heeded: bool) -
         chosen.command = shlex.join(["tightship", *given])
         status: int = chosen.run(chosen, out)
         return status
-    except TightshipError as error:
-        out.failed(error, debug="--debug" in given)
-        return error.exit_status
-    except KeyboardInterrupt:
-        out.interrupted("terminated" if signals.number else "interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:
-        out.closed()
-        return 1
-    except OSError as error:
-        if error.errno not in _OF_THE_SYSTEM:
-            return _internal(error, given, out)
-        out.failed(unwritable(error, str(error.filename or "a file")), debug="--debug" in given)
-        return BadInput.exit_status
-    except Exception as error:
-        return _internal(error, given, out)
+    except (KeyboardInterrupt, Exception) as error:
+        if _is_interrupt(error):
+            out.interrupted("terminated" if signals.number else "interrupted")
+            return INTERRUPTED
+        return _failed(error, given, out)
     except SystemExit as done:  # --help and --version
         return done.code if isinstance(done.code, int) else 0
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether a signal ended it: modules of C++ say that they cannot be imported when one comes meanwhile."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error is not None
+
+
+def _failed(error: BaseException, given: list[str], out: Output) -> int:
+    """What is said of an error, and the exit status."""
+    debug = "--debug" in given
+    if isinstance(error, TightshipError):
+        out.failed(error, debug=debug)
+        return error.exit_status
+    if isinstance(error, BrokenPipeError):
+        out.closed()
+        return 1
+    if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:
+        out.failed(unwritable(error, str(error.filename or "a file")), debug=debug)
+        return BadInput.exit_status
+    out.failed(InternalError(error), debug=debug)
+    return InternalError.exit_status
 
 
 _OF_THE_SYSTEM = {
@@ -428,8 +451,3 @@ _OF_THE_SYSTEM = {
     for n in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES", "EPERM", "EMFILE", "ENFILE")
 } - {None}
 """What a system says of its disks and limits, wherever it is noticed."""
-
-
-def _internal(error: Exception, given: list[str], out: Output) -> int:
-    out.failed(InternalError(error), debug="--debug" in given)
-    return InternalError.exit_status

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightship.cli.output import Output
 from tightship.errors import BadInput
+from tightship.files import begins_with
 from tightship.options import help_of, model_options
 from tightship.report.progress import Line
 from tightship.sources import Source, load_source, load_step, users_code
@@ -124,11 +125,8 @@ def is_packing(path: str) -> bool:
     name = path.lower()
     if name.endswith((".csv", ".json")):
         return name.endswith(".csv")
-    try:
-        with open(path, "rb") as file:
-            return not file.read(64).lstrip().startswith(b"{")
-    except (OSError, ValueError):
-        return False
+    begin = begins_with(path, 64)
+    return bool(begin) and not begin.lstrip().startswith(b"{")
 
 
 def is_module(text: str) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tightship import _core
 from tightship.errors import BadInput
-from tightship.files import PathLike, read_bytes
+from tightship.files import PathLike, begins_with, read_bytes
 
 __all__ = [
     "ACTIONS", "ALLOCATED", "INACTIVE", "MAX_FILE", "NO_STACK", "PENDING", "Blocks", "Device", "Events", "Segments",
@@ -194,13 +194,7 @@ def _line(file: object, line: object, name: object) -> tuple[int, str]:
 
 def is_snapshot(text: str) -> bool:
     """Whether a SOURCE is meant to be a memory snapshot: by its ending, or by how it begins."""
-    if text.endswith(_ENDINGS):
-        return True
-    try:
-        with open(text, "rb") as file:
-            return file.read(2)[:1] == b"\x80"
-    except (OSError, ValueError):
-        return False
+    return text.endswith(_ENDINGS) or begins_with(text, 1) == b"\x80"
 
 
 def read_snapshot(path: PathLike) -> Snapshot:

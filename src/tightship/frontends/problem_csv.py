@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO, Final
 
 from tightship.errors import BadInput
-from tightship.files import unreadable, write_file
+from tightship.files import open_regular, unreadable, write_file
 from tightship.plan import Buffer, Gap, Pool, Problem, Solution
 from tightship.units import MAX_BYTES
 from tightship.verify.placement import check_solution
@@ -275,7 +275,7 @@ def read(path: str | os.PathLike[str]) -> Table:
     """Read a file. Raises ``BadInput`` with the line for whatever is wrong with it."""
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return _table(file, name)
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         raise unreadable(error, name) from error
