@@ -50,8 +50,8 @@ _KEPT = 500
 class Fit:
     """What was planned for one kind of arguments, and what XLA says of it. ``before``: of the step as it was.
     ``repeated``: equations that run again; ``extra_flops``: modeled operations over the step's, less than 0 where the
-    step's own checkpoints make more again than need be. ``operations``: XLA's own count, with the body of a loop once,
-    and ``operations_before`` that of the step as it was given. ``tried``: total bytes of each program that was
+    step's own checkpoints make more again than need be. ``operations``: XLA's own count, with the body of a loop
+    once, and ``operations_before`` that of the step as it was given. ``tried``: total bytes of each program that was
     compiled (none for a plan that was kept); ``seconds`` of the processor for planning and compiling."""
 
     budget: int
@@ -502,8 +502,8 @@ def fit(
 
     ``step``: any function that `jax.jit` takes, with its gradients inside (or a jitted one without static
     arguments).
-    ``jit``: its keywords, such as ``donate_argnums`` and ``static_argnums``. ``seconds`` of the processor, after which
-    nothing better is looked for. ``cache``: folder of plans, which are read again for the same step, budget and
+    ``jit``: its keywords, such as ``donate_argnums`` and ``static_argnums``. ``seconds`` of the processor, after
+    which nothing better is looked for. ``cache``: folder of plans, which are read again for the same step, budget and
     versions (default: tightship's in the user's cache folder), None for none.
 
     What counts is XLA's analysis of the compiled program on one device: arguments + results − what lies in donated

@@ -3,7 +3,7 @@
 A loop of the forward pass hands the loop of the backward pass one array for every value that its body saves, with a
 row for each iteration; a shard map hands on what its devices save. Any set of values of the body may be handed
 on instead, from which, with what the body began with, the rest is made again inside the backward one: what
-`jax.checkpoint` around the body does for one set. So the two bodies are one program with a cut in the middle (`Pair`),
+`jax.checkpoint` around the body does for one set. So the two bodies are one program with a cut in it (`Pair`),
 planned as any program is, and then written out again as two: `handed_on`.
 """
 
