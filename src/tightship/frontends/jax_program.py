@@ -3,8 +3,8 @@
 Calls (`jit`, `custom_jvp`, `closed_call`, checkpoints) are inlined; loops, branches and shard maps are one
 equation each. What a checkpoint of a backward pass makes again is merged with the first time (`merged`), so that a
 plan decides anew. An op of the graph is what XLA's fusion would make one kernel of: an equation, the element-wise
-ones that only it reads, and the shapes and broadcasts it reads, which cost nothing. Times are modeled: floating-point operations of
-contractions and convolutions, bytes of all else.
+ones that only it reads, and the shapes and broadcasts it reads, which cost nothing. Times are modeled: floating-point
+operations of contractions and convolutions, bytes of all else.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The search of `jax_fit`: programs for a budget, planned level by level, and corrected by what XLA says of them.
 
 A level is a program: the step, the body of a loop, a branch, a shard. What its equations run inside is planned for
-the bytes that are left where they run (`Planner`). XLA places and fuses on its own, so what was planned for is corrected
-by its analysis of each program that was compiled (`search`), cheaply: without optimizing code for the processor,
-which decides nothing about memory.
+the bytes that are left where they run (`Planner`). XLA places and fuses on its own, so what was planned for is
+corrected by its analysis of each program that was compiled (`Search`), cheaply: without optimizing code for the
+processor, which decides nothing about memory.
 """
 
 from __future__ import annotations
