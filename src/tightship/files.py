@@ -10,7 +10,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import IO, Final, TypeAlias
 
 from tightship.errors import BadInput
 
@@ -26,6 +26,7 @@ __all__ = [
     "folder_of",
     "part_of",
     "read_bytes",
+    "read_most",
     "remove_parts",
     "scratch_folder",
     "unreadable",
@@ -59,7 +60,7 @@ def read_bytes(path: PathLike, limit: int, what: str = "file") -> bytes:
         size, data = about.st_size, b""
         if size <= limit:
             with open(path, "rb") as file:
-                data = file.read(limit + 1)
+                data = read_most(file, limit, size)
     except (OSError, ValueError) as error:
         raise unreadable(error, name) from error
     if max(size, len(data)) > limit:
@@ -67,6 +68,18 @@ def read_bytes(path: PathLike, limit: int, what: str = "file") -> bytes:
             f"{what} of {max(size, len(data))} bytes is too large: at most {limit} are read", place=name
         )
     return data
+
+
+def read_most(file: IO[bytes], limit: int, size: int) -> bytes:
+    """What is in a file that is said to have ``size`` bytes, and one more byte than ``limit`` at most. Python asks
+    for all the memory that it may need before it reads: what that is follows from the size, not from the limit."""
+    data = file.read(min(size, limit) + 1)
+    while len(data) > size and len(data) <= limit and (more := file.read(min(limit + 1 - len(data), _PIECE))):
+        data += more  # it has grown, or its system does not know its size
+    return data
+
+
+_PIECE: Final = 1 << 20
 
 
 def write_file(path: PathLike, data: bytes) -> None:

@@ -87,6 +87,8 @@ _ARGUMENTS = {
     "autocast": _argument("--autocast", "DTYPE", "the forward pass under torch.autocast to bfloat16 or float16",
         choices=("bfloat16", "float16")),
     "checkpoint": _argument("--checkpoint", None, "as if each block were checkpointed", action="store_true"),
+    "compiled": _argument("--compiled", None, "as if the model were compiled: torch.compile(model), with Inductor",
+        action="store_true"),
     "remedies": _argument("--remedies", None, "also try what would make it fit: checkpoints, a smaller batch, a plan",
         action="store_true"),
     "points": _argument("--points", "N", "budgets to plan for, all of them together in --seconds (default: 9)",
@@ -204,7 +206,7 @@ _VERBS = {
     "estimate": _Verb(
         "will it fit? what a training loop or a forward pass needs as it is, before anything is allocated",
         "cli.verbs:estimate",
-        ("factory", "fits", "device", "accumulate", "autocast", "checkpoint", "remedies", "top"),
+        ("factory", "fits", "device", "accumulate", "autocast", "checkpoint", "compiled", "remedies", "top"),
     ),
     "diff": _Verb(
         "what two plans do differently, and what each difference costs",

@@ -33,6 +33,7 @@ def estimate(chosen: argparse.Namespace, out: Output) -> int:
         "accumulate": chosen.accumulate,
         "checkpoint": chosen.checkpoint,
         "autocast": chosen.autocast,
+        "compiled": chosen.compiled,
     }
     with (
         Line(out.live, "running a step without data"),

@@ -27,12 +27,21 @@ from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.program import Ref, refs_in, substitute
 from tightship.graph import Value, aligned, alignment_of
 
-__all__ = ["Kernels", "Peak", "Timeline"]
+__all__ = ["Emulated", "Kernels", "Peak", "Timeline"]
 
 LARGEST: Final = 1 << 30
 """Bytes of arguments and results above which a kernel is not run for its temporaries."""
 
 _REFUSES: Final = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """In the place of a function: an op of compiled code, that holds ``most`` bytes at once, results among them, if
+    that is ``known``."""
+
+    most: int = 0
+    known: bool = True
 
 
 class Kernels:
@@ -52,6 +61,10 @@ class Kernels:
         ``in_place``: a sum of gradients, as autograd adds them."""
         if in_place:
             return results
+        if isinstance(r.fn, Emulated):
+            if not r.fn.known:
+                self.unknown[r.target] += 1
+            return max(r.fn.most, results)
         if not self._run or self._kept is None or not hasattr(r.fn, "_schema") or r.device != "cpu":
             if self._may_ask(r):
                 self.unknown[r.target] += 1

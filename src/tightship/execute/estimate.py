@@ -21,9 +21,11 @@ from torch.utils.checkpoint import checkpoint as recomputed_in_backward
 from tightship.analysis.structure import ModuleSums, of_any_layer
 from tightship.errors import BadInput, Infeasible, TightshipError
 from tightship.execute import profile
+from tightship.execute.compiled_loop import Emulation
 from tightship.execute.eager_peak import Kernels, Timeline
+from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
-from tightship.frontends.torch.capture.step import capture_step, check_model, module_of
+from tightship.frontends.torch.capture.step import capture_step, module_of
 from tightship.frontends.torch.optimizer.updates import as_one
 from tightship.frontends.torch.structure import (
     LossFn,
@@ -151,6 +153,7 @@ class Estimate(Shown):
     unread: tuple[str, ...]
     flops: int
     training: bool
+    compiled: bool = False
     _asked: Any = field(default=None, compare=False)
 
     @property
@@ -204,7 +207,7 @@ class Estimate(Shown):
         known = memory is not None or self.device.memory > 0
         names = (
             "peak", "static", "parameters", "gradients", "optimizer_state", "activations", "temporaries", "buffers",
-            "batch", "constants", "total", "at", "training", "flops",
+            "batch", "constants", "total", "at", "training", "compiled", "flops",
         )  # fmt: skip
         rows: dict[str, Any] = {name: getattr(self, name) for name in names}
         rows |= {
@@ -249,6 +252,8 @@ class Estimate(Shown):
         if len(self.phases) > 1:
             shown = ", ".join(f"{_PHASES[p]} {format_bytes(n)}" for p, n in self.phases.items())
             yield f"peak of            {shown}"
+        if self.compiled and self.device.is_gpu:
+            yield "assumed            code for the CPU: Inductor fuses other ops on a GPU"
         if self.unread:
             yield f"assumed            1.0 for numbers that only a real step has: {', '.join(self.unread[:3])}"
         if self.unknown:
@@ -275,11 +280,12 @@ class EstimateOptions(TypedDict, total=False):
     checkpoint: bool
     set_to_none: bool
     kernels: bool | None
+    compiled: bool
 
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "loop": None, "steps": 2, "accumulate": 1, "autocast": None, "checkpoint": False, "set_to_none": True,
-    "kernels": None,
+    "kernels": None, "compiled": False,
 }  # fmt: skip
 
 
@@ -299,6 +305,7 @@ class _Asked:
     checkpoint: bool
     set_to_none: bool
     kernels: bool | None
+    compiled: bool
 
     @property
     def trains(self) -> bool:
@@ -306,11 +313,14 @@ class _Asked:
 
     def answer(self) -> Estimate:
         model = self.model
-        loop = EagerLoop(model, self.sample)
+        loop = EagerLoop(model, self.sample, compiled=self.compiled)
         run = loop.with_data and not self.device.is_gpu if self.kernels is None else self.kernels
         blocks = _checkpointed(model) if self.checkpoint else nullcontext()
         with blocks, _mode(model, training=self.trains or self.loop is not None):
-            loop.run(self.loop or self.own_loop(), self.optimizer, self.steps, foreach=self.device.is_gpu)
+            loop.run(
+                self.loop or self.own_loop(), self.optimizer, self.steps, foreach=self.device.is_gpu,
+                backend=Emulation(loop, run=run) if self.compiled else None,
+            )  # fmt: skip
         kernels = Kernels(loop, run=run)
         return _summed(
             loop, Timeline(loop, kernels, CUDA_ALIGNMENT if self.device.is_gpu else 0), kernels, self
@@ -368,9 +378,11 @@ def estimate(
 
     ``accumulate``: so many backward passes before each step. ``autocast``: the forward pass runs under
     ``torch.autocast`` to that dtype (``bfloat16``). ``checkpoint``: each block is checkpointed, as
-    ``torch.utils.checkpoint`` does it. ``device``: a name of `DEVICES` (``h100``, ``rtx4090``, ``cpu``); on a GPU
-    sizes are rounded as its allocator does, torch's optimizers step all parameters together, and context and
-    libraries take what is assumed for it; the ops are those of the CPU.
+    ``torch.utils.checkpoint`` does it. ``compiled``: the model is what ``torch.compile(model)`` makes of it with
+    Inductor's defaults: each pass is lowered for this machine, and its lines are followed, before kernels are built;
+    code between graphs, the optimizer and what else the loop does run as in eager. ``device``: a name of `DEVICES`
+    (``h100``, ``rtx4090``, ``cpu``); on a GPU sizes are rounded as its allocator does, torch's optimizers step all
+    parameters together, and context and libraries take what is assumed for it; the ops are those of the CPU.
 
     A model on the meta device needs no memory; its sample should have data where the model looks at some. On the CPU,
     for models with data, the answer is what the allocator measures, to the byte: each kind of kernel is run once on
@@ -472,7 +484,7 @@ def _summed(loop: EagerLoop, timeline: Timeline, kernels: Kernels, asked: _Asked
         by_module=_shares(alike), by_line=_shares(lines), modules=_modules(modules, peak.nbytes),
         device=asked.device, unknown=dict(kernels.unknown),
         unread=tuple(dict.fromkeys(map(str, loop.tape.unread))), flops=timeline.flops, training=asked.trains,
-        _asked=asked,
+        compiled=asked.compiled, _asked=asked,
     )  # fmt: skip
 
 

@@ -487,11 +487,16 @@ def _told(roots: Iterable[torch.Tensor], done: Callable[[int], None]) -> Iterato
             if node is None or node in seen:
                 continue
             seen.add(node)
-            number = node._sequence_nr()
-            handle = node.register_hook(lambda *_, number=number: done(number))
-            handles.callback(handle.remove)
+            if node.name() != _COMPILED:  # a hook would hold gradients that compiled code lets go of
+                number = node._sequence_nr()
+                handle = node.register_hook(lambda *_, number=number: done(number))
+                handles.callback(handle.remove)
             todo += [following for following, _ in node.next_functions]
         yield
+
+
+_COMPILED = "CompiledFunctionBackward"
+"""The node of a graph that AOTAutograd has made, whose function is ours: it says itself when it has run."""
 
 
 class GrownCaches:

@@ -15,7 +15,7 @@ import torch
 
 from tightship.errors import Unsupported
 
-__all__ = ["ORIGIN", "Event", "Kernel", "Lowered", "read_lines"]
+__all__ = ["ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines"]
 
 
 # --- what a lowered graph asks of memory -----------------------------------------------------------------------
@@ -24,10 +24,11 @@ __all__ = ["ORIGIN", "Event", "Kernel", "Lowered", "read_lines"]
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel that Inductor calls and has not written: it may ask for memory by itself. ``key`` is equal for calls
-    that ask the same; ``prepare`` makes tensors like its inputs and returns the call on them."""
+    that ask the same; ``prepare`` makes tensors like its inputs, ``nbytes`` of them, and returns the call on them."""
 
     key: str
     prepare: Callable[[], Callable[[], Any]]
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,10 @@ ORIGIN: Final = "tightship_origin"
 """What a node's metadata says of the joint graph's node that it is a copy of, by name."""
 
 
+SEGMENT: Final = "tightship_segment"
+"""What a node's metadata says of its place in a planned pass: nodes of two segments are not computed side by side."""
+
+
 def _origin(buffer: Any, graph: Any) -> str:
     """The fx node whose value a buffer is: where Inductor names none, the last of those that went into it."""
     node = buffer.get_origin_node()
@@ -218,16 +223,31 @@ class _Like:
     dtype: torch.dtype
     device: str
 
+    @property
+    def nbytes(self) -> int:
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
+
+
+_RANDOM_STATE: Final = "a state of the random generator"
+"""Stands for one: zeros are none."""
+
 
 def _like(node: Any) -> _Like:
-    shape, stride = (tuple(int(n) for n in row) for row in (node.get_size(), node.get_stride()))
+    """Sizes that Inductor has no numbers for (of random states) are those of the tensors it compiles for."""
+    from torch._inductor.virtualized import V
+
+    hint = V.graph.sizevars.optimization_hint
+    shape, stride = (tuple(int(hint(n)) for n in row) for row in (node.get_size(), node.get_stride()))
     return _Like(shape, stride, node.get_dtype(), str(node.get_device()))
 
 
 def _kernel(node: Any) -> Kernel:
     """The kernel as Inductor's line would call it, on tensors of the same metadata."""
     kind = type(node).__name__
-    tensors = [_like(x) for x in node.inputs]
+    tensors: list[Any] = [_like(x) for x in node.inputs]
+    if getattr(node, "op_overload", None) is torch.ops.higher_order.run_with_rng_state:
+        tensors[0] = _RANDOM_STATE
     kwargs = {k: _constant(v) for k, v in node.kwargs.items()}
     given = [_constant(x) for x in node.constant_args]
     if kind == "IndexPutFallback":
@@ -257,7 +277,16 @@ def _kernel(node: Any) -> Kernel:
         a, k = _sampled(args), _sampled(kwargs)
         return lambda: call(*a, **k)
 
-    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare)
+    nbytes = sum(like.nbytes for like in _likes((args, kwargs)))
+    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare, nbytes)
+
+
+def _likes(tree: Any) -> Iterator[_Like]:
+    if isinstance(tree, _Like):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for x in tree.values() if isinstance(tree, dict) else tree:
+            yield from _likes(x)
 
 
 def _constant(x: Any) -> Any:
@@ -275,6 +304,8 @@ def _sampled(tree: Any) -> Any:
     if isinstance(tree, _Like):
         new = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
         return new.zero_()
+    if tree is _RANDOM_STATE:
+        return torch.get_rng_state()
     if isinstance(tree, (list, tuple)):
         return type(tree)(_sampled(x) for x in tree)
     if isinstance(tree, dict):

@@ -10,9 +10,10 @@ and does so out of place as soon as a mode looks on.
 
 from __future__ import annotations
 
+import gc
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch import compat, compat_capture, compat_inductor
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import Capture
@@ -133,6 +134,19 @@ class _LifeTape(Tape):
             self.between_nodes.add(len(self.records) - 1)
         return r
 
+    def emulated(
+        self, fn: Any, target: str, made: Callable[[], Sequence[torch.Tensor]], *, phase: str, origin: Origin,
+        flops: int = 0,
+    ) -> None:  # fmt: skip
+        """Takes down an op that no dispatcher has seen, and what it makes."""
+        self.events.append((Kind.OP, len(self.records)))
+        known = len(self.storages)
+        for t in made():
+            self.value(t)
+        for life in self.lives[known:]:
+            life.phase, life.origin = phase, origin
+        self.records.append(Record(fn, target, (), {}, phase=phase, origin=origin, flops=flops))
+
     def number_saved(self, node: int) -> None:
         """The node of autograd with that number keeps a tensor for a number of Python's until it has run."""
         s = len(self.storages)
@@ -193,6 +207,22 @@ class _LifeRecorder(Recorder):
         return fake
 
 
+class _CompiledRecorder(_LifeRecorder):
+    """A recorder of loops in which something is compiled."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compilers do their work below it, unseen."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(fn, types, args, kwargs)
+
+
 @contextmanager
 def _without_numpy() -> Iterator[None]:
     """Code that hands contents to NumPy (a matcher of objects, say) decides by what only a real step has."""
@@ -219,15 +249,19 @@ class EagerLoop(Capture):
     they ran and which storages lived when, and ``tape.lives`` what is known of each of these.
 
     ``device`` is where tensors on the meta device are to be thought of; ``with_data``: there are none of these.
+    ``compiled``: the loop has something that ``torch.compile`` makes.
     Model, gradients, optimizer and random states stay as they are.
     """
 
     tape: _LifeTape
 
-    def __init__(self, model: torch.nn.Module, batch: Any, device: str | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, batch: Any, device: str | None = None, *, compiled: bool = False
+    ) -> None:
         super().__init__(model, batch, "loop", device)
         self.tape = _LifeTape()
-        self.recorder = _LifeRecorder(self.tape, self.mode, self.tracker)
+        recorder = _CompiledRecorder if compiled else _LifeRecorder
+        self.recorder = recorder(self.tape, self.mode, self.tracker)
         self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.with_data = self.has_data
         self._homes: dict[int, str] = {}
@@ -254,8 +288,11 @@ class EagerLoop(Capture):
             self.recorder.in_storage(real) if real.untyped_storage().nbytes() <= read else self._blank(real)
         )
 
-    def run(self, loop: Loop, optimizer: Any, steps: int, *, foreach: bool = False) -> None:
-        """Runs ``steps`` steps of ``loop``. ``foreach``: the optimizer's default, as on a GPU."""
+    def run(
+        self, loop: Loop, optimizer: Any, steps: int, *, foreach: bool = False, backend: Any = None
+    ) -> None:
+        """Runs ``steps`` steps of ``loop``. ``foreach``: the optimizer's default, as on a GPU; ``backend``: what
+        compiles the model (``torch.compile``), if anything does."""
         grown = compat_capture.GrownCaches()
         with ExitStack() as stack:
             enter = stack.enter_context
@@ -263,7 +300,8 @@ class EagerLoop(Capture):
             stack.callback(self.tape.forget)
             enter(random_untouched())
             enter(untouched(self.model, self.changes, frozen=False))
-            enter(compat_capture.python_for_stand_ins(has_data=True, checkpoints=True))
+            watch = enter(ExitStack())
+            watch.enter_context(self._watching())
             enter(compat_capture.quiet_engine())
             self.tape.there = "batch"
             fakes = self._fakes()
@@ -279,12 +317,11 @@ class EagerLoop(Capture):
             twin = self._twin(optimizer, fakes.parameters)
             for one in each(twin) if foreach and twin is not None else ():
                 _as_on_gpu(one)
-            enter(compat_capture.random_states_seen(self.tape.value))
             enter(self.mode)
             enter(self.recorder)
-            enter(self.readers.active())
-            enter(self.tracker.active())
             enter(self._swapped(fakes))
+            if backend is not None:
+                enter(self._compiled(backend, watch))
             enter(self._stepping(twin))
             enter(compat_capture.inside_backward(self._in_backward, self.tape.node_ran))
             enter(_without_numpy())
@@ -296,6 +333,41 @@ class EagerLoop(Capture):
                 self._states_of(twin)
             self.tape.forget()
             del result, twin
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """What of PyTorch is different while the loop's own Python code runs."""
+        with (
+            compat_capture.python_for_stand_ins(has_data=True, checkpoints=True),
+            compat_capture.random_states_seen(self.tape.value),
+            self.readers.active(),
+            self.tracker.active(),
+        ):
+            yield
+
+    @contextmanager
+    def _compiled(self, backend: Any, watch: ExitStack) -> Iterator[None]:
+        """Calls of the model are calls of what ``backend`` makes of it; nothing of PyTorch is different meanwhile."""
+        graphs: list[Any] = []
+
+        def compiling(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return backend(graph, inputs)
+
+        with compat_inductor.compiled_calls(self.model, compiling) as call:
+
+            def unwatched(*args: Any, **kwargs: Any) -> Any:
+                watch.close()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    watch.enter_context(self._watching())
+                    if graphs:  # Dynamo holds what the code has made until its own cycles are collected
+                        graphs.clear()
+                        gc.collect()
+
+            self.model._compiled_call_impl = unwatched  # type: ignore[assignment]
+            yield
 
     # --- the optimizer ---
 

@@ -28,7 +28,7 @@ from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape
 from tightship.frontends.torch.program import Program, Ref, flat, substitute
 
-__all__ = ["BUDGETS", "Joint", "Primal", "bring_tangents", "lower_joint", "pinned", "saved_sets"]
+__all__ = ["BUDGETS", "Joint", "Primal", "bring_tangents", "lower_joint", "origin_of", "pinned", "saved_sets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class _Lowering:
                 written = n.args[0]
                 if isinstance(written, Node) and any(u in late for u in written.users):
                     raise Unsupported(
-                        f"{n.target} at {_origin(n)}",
+                        f"{n.target} at {origin_of(n)}",
                         "the backward pass reads what the forward pass overwrites",
                         "write into a copy",
                     )
@@ -221,13 +221,13 @@ class _Lowering:
     # --- nodes ---
 
     def _node(self, n: Node) -> None:
-        self.place.origin = _origin(n)
+        self.place.origin = origin_of(n)
         if n.op == "get_attr":
             self.env[n] = self._constant(n)
             return
         if n.op != "call_function" or isinstance(n.target, torch._ops.HigherOrderOperator):
             raise Unsupported(
-                f"{n.target} at {_origin(n)}", "it is not an ATen op", "keep it out of the compiled region"
+                f"{n.target} at {origin_of(n)}", "it is not an ATen op", "keep it out of the compiled region"
             )
         args = torch.fx.node.map_arg(n.args, self.env.__getitem__)
         kwargs = torch.fx.node.map_arg(n.kwargs, self.env.__getitem__)
@@ -242,12 +242,12 @@ class _Lowering:
             raise
         except Exception as error:
             raise Unsupported(
-                f"{n.target} at {_origin(n)}", f"it does not run on fake tensors: {error}"
+                f"{n.target} at {origin_of(n)}", f"it does not run on fake tensors: {error}"
             ) from error
         self.env[n] = out
         for k, t in enumerate(flat(out)):
             if isinstance(t, torch.Tensor) and isinstance(n.target, torch._ops.OpOverload):
-                self.made.setdefault(self.tape.storage(self.tape.value(t, str(_origin(n)))), (n, k))
+                self.made.setdefault(self.tape.storage(self.tape.value(t, str(origin_of(n)))), (n, k))
 
     def _dropout_scale(self, n: Node) -> Any:
         """What eager multiplies a gradient behind dropout by: the number its forward pass had."""
@@ -354,15 +354,16 @@ def _number(x: Any, n: Node) -> Any:
             kind = int if isinstance(x, torch.SymInt) else bool if isinstance(x, torch.SymBool) else float
             return kind(x)
         except Exception as error:
-            raise Unsupported(f"{n.name} at {_origin(n)}", "its size depends on data") from error
+            raise Unsupported(f"{n.name} at {origin_of(n)}", "its size depends on data") from error
     return x
 
 
-def _origin(n: Node) -> Origin:
+def origin_of(n: Node) -> Origin:
+    """The module and the line that a node of a traced graph is of."""
     stack = n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") or {}
     module = str(list(stack.values())[-1][0]) if stack else ""
-    # Dynamo calls the compiled module by the name it had in the frame (L['self'], L__self___).
-    module = re.sub(r"^(L\['\w+'\]\.?|L__self___|self\.)", "", module)
+    # Dynamo calls the compiled module by the name it had in the frame (L['self'], L__self___, the self of L['fn']).
+    module = re.sub(r"^(L\['\w+'\]\.?|L__self___|self\.)(__self__\.?)?", "", module)
     return Origin(module, trace_line(str(n.meta.get("stack_trace") or "")))
 
 
@@ -419,7 +420,7 @@ def _check_drawn(n: Node) -> None:
         and n.args[0].target is not torch.ops.aten.empty_like.default
     ):
         raise Unsupported(
-            f"{n.target} at {_origin(n)}",
+            f"{n.target} at {origin_of(n)}",
             "which numbers it draws depends on the memory's order",
             "draw into a new tensor",
         )
