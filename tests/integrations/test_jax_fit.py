@@ -322,7 +322,7 @@ def in_scans_in_a_scan(params, x):
 
 @pytest.mark.parametrize(("forward", "several"), [(body_of_layers(jax.checkpoint), False), (in_blocks, True)])
 def test_checkpoints_of_the_step_are_planned_anew(forward, several) -> None:
-    """With room for more, less is made again; and with less room than they take, the step still fits."""
+    """With room for more, less is made again."""
     step, params = step_of(forward), separate(weights()) if several else weights()
     expected = jax.jit(step)(params, X)
     fitted = tightship.jax.fit(step, "64MiB")
@@ -330,9 +330,6 @@ def test_checkpoints_of_the_step_are_planned_anew(forward, several) -> None:
     (fit,) = fitted.fits
     assert fit.extra_flops < -0.1 and fit.operations < fit.operations_before
     assert fit.memory.total <= fit.budget
-    fitted = tightship.jax.fit(step, "static+75%")
-    assert same(fitted(params, X), expected)
-    assert fitted.fits[0].memory.temporaries <= 0.75 * fitted.fits[0].before.temporaries
 
 
 @pytest.mark.parametrize("checked", [True, False])
