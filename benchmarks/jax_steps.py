@@ -5,8 +5,8 @@
 Of each step: what XLA says that the program takes as it is, with each stock policy (`jax.checkpoint` around the
 blocks, where the model has such, else around the loss; compiled with XLA's default order and with its order for
 memory), and fitted to each budget; with floating-point operations over those of the step as it is, as XLA counts them
-(the body of a loop once), also for fitted steps. Values are compared with the step's. Needs flax, equinox and optax. ``--write`` puts the table
-into docs/benchmarks.md.
+(the body of a loop once), also for fitted steps. Values are compared with the step's. Needs flax, equinox and optax.
+``--write`` puts the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -14,6 +14,13 @@ from tightship.integrations.jax_fit import FittedStep  # noqa: E402
 
 LAYERS, BATCH, WIDE = 6, 256, 32
 KEY = jax.random.PRNGKey(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_on_disk(monkeypatch):
+    monkeypatch.setenv("TIGHTSHIP_CACHE", "off")
+
+
 X = jax.random.normal(KEY, (BATCH, WIDE))
 
 
@@ -296,6 +303,92 @@ def test_modules_of_nnx_are_changed_as_nnx_jit_changes_them(budget, jitted) -> N
     assert got[0][0] > got[0][2] and len(fitted.fits) == 1
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def body_of_layers(wrap):
+    return lambda params, x: jax.lax.scan(wrap(lambda x, w: (layer(x, w), None)), x, params)[0]
+
+
+def in_blocks(params, x):
+    for up, down in zip(params["up"], params["down"], strict=True):
+        x = jax.checkpoint(layer)(x, {"up": up, "down": down})
+    return x
+
+
+def in_scans_in_a_scan(params, x):
+    two = jax.tree.map(lambda p: p.reshape(2, LAYERS // 2, *p.shape[1:]), params)
+    return jax.lax.scan(lambda x, w: (in_a_scan(w, x), None), x, two)[0]
+
+
+@pytest.mark.parametrize(("forward", "several"), [(body_of_layers(jax.checkpoint), False), (in_blocks, True)])
+def test_checkpoints_of_the_step_are_planned_anew(forward, several) -> None:
+    """With room for more, less is made again."""
+    step, params = step_of(forward), separate(weights()) if several else weights()
+    expected = jax.jit(step)(params, X)
+    fitted = tightship.jax.fit(step, "64MiB")
+    assert same(fitted(params, X), expected)
+    (fit,) = fitted.fits
+    assert fit.extra_flops < -0.1 and fit.operations < fit.operations_before
+    assert fit.memory.total <= fit.budget
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_a_shard_map_hands_on_is_planned(inside, checked) -> None:
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), jax.sharding.PartitionSpec
+
+    def loss(params, x):
+        return jax.lax.pmean((in_a_scan(params, x) ** 2).mean(), "data")
+
+    takes = {"mesh": mesh, "in_specs": (spec(), spec("data")), "check_vma": checked}
+    if inside:
+        both = jax.shard_map(jax.value_and_grad(loss), out_specs=(spec(), spec()), **takes)
+    else:
+        both = jax.value_and_grad(jax.shard_map(loss, out_specs=spec(), **takes))
+
+    def step(params, x):
+        value, grads = both(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    fitted = tightship.jax.fit(step, "static+50%")
+    assert same(fitted(weights(), X), jax.jit(step)(weights(), X))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+
+
+@pytest.mark.parametrize("kind", ["cond", "while", "scan in scan"])
+def test_training_inside_of_control_flow_is_planned(kind) -> None:
+    inner = step_of(in_a_row)
+
+    def step(params, x, n):
+        if kind == "cond":
+            return jax.lax.cond(n > 0, lambda p: inner(p, x)[0], lambda p: p, params)
+        if kind == "while":
+            return jax.lax.fori_loop(0, n, lambda _, p: inner(p, x)[0], params)
+        return step_of(in_scans_in_a_scan)(params, x)
+
+    params = weights() if kind == "scan in scan" else separate(weights())
+    fitted = tightship.jax.fit(step, "static+60%")
+    assert same(fitted(params, X, 2), jax.jit(step)(params, X, 2))
+    (fit,) = fitted.fits
+    assert fit.memory.temporaries <= 0.6 * fit.before.temporaries
+
+
+def test_a_plan_is_kept_on_disk_and_read_by_a_second_start(monkeypatch, tmp_path) -> None:
+    step, expected = step_of(in_a_scan), jax.jit(step_of(in_a_scan))(weights(), X)
+
+    def start():
+        fitted = tightship.jax.fit(step, "static+50%", cache=tmp_path)
+        assert same(fitted(weights(), X), expected)
+        return fitted.fits[0]
+
+    first, second = start(), start()
+    assert first.tried and not second.tried
+    assert second.memory == first.memory and second.before == first.before
+    assert second.extra_flops == first.extra_flops
+    (kept,) = tmp_path.iterdir()
+    for damaged in (b"", b"{", kept.read_bytes().replace(b"[[", b"[[9", 1), b"[]"):
+        kept.write_bytes(damaged)
+        assert start().memory.total <= first.budget
 
 
 class TestLevels:

@@ -1,10 +1,10 @@
 """A traced JAX function as equations in a row, as a Graph of what XLA would fuse, and as a function again.
 
-Calls (`jit`, `custom_jvp`, `closed_call`, checkpoints) are inlined; loops, branches and shard maps are one equation
-each. What a checkpoint of a backward pass makes again is merged with the first time (`merged`), so that a plan decides
-anew. An op of the graph is what XLA's fusion would make one kernel of: an equation, the element-wise ones that only it
-reads, and the shapes and broadcasts it reads, which cost nothing. Times are modeled: floating-point operations of
-contractions and convolutions, bytes of all else.
+Calls (`jit`, `custom_jvp`, `closed_call`, checkpoints) are inlined; loops, branches and shard maps are one
+equation each. What a checkpoint of a backward pass makes again is merged with the first time (`merged`), so that a
+plan decides anew. An op of the graph is what XLA's fusion would make one kernel of: an equation, the element-wise
+ones that only it reads, and the shapes and broadcasts it reads, which cost nothing. Times are modeled: floating-point
+operations of contractions and convolutions, bytes of all else.
 """
 
 from __future__ import annotations
@@ -398,8 +398,8 @@ def on_values(
     outputs: Sequence[Any] | None = None,
 ) -> Callable[..., list[Any]]:
     """A function of ``inputs`` (the program's) that runs ``steps``: (whether it is done again, op), and returns
-    ``outputs`` (the program's). What is done again reads its operands through `late`, by ``hold``, so that XLA neither
-    merges it with the first time nor runs it before its turn."""
+    ``outputs`` (the program's). What is done again reads its operands through `late`, by ``hold``, so that XLA
+    neither merges it with the first time nor runs it before its turn."""
     program = ops.program
     given = program.inputs if inputs is None else inputs
     wanted = program.outputs if outputs is None else outputs

@@ -48,10 +48,10 @@ _KEPT = 500
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was planned for one kind of arguments, and what XLA says of it. ``before``: of the step as it was given.
+    """What was planned for one kind of arguments, and what XLA says of it. ``before``: of the step as it was.
     ``repeated``: equations that run again; ``extra_flops``: modeled operations over the step's, less than 0 where the
-    step's own checkpoints make more again than need be. ``operations``: XLA's own count, with the body of a loop once,
-    and ``operations_before`` that of the step as it was given. ``tried``: total bytes of each program that was
+    step's own checkpoints make more again than need be. ``operations``: XLA's own count, with the body of a loop
+    once, and ``operations_before`` that of the step as it was given. ``tried``: total bytes of each program that was
     compiled (none for a plan that was kept); ``seconds`` of the processor for planning and compiling."""
 
     budget: int
@@ -313,7 +313,7 @@ class _Planning:
         first = compile_for(lowered, memory=False, quick=True)
         before, operations = memory_of(first), operations_of(first)
         limit = self.budget.resolve(before.total, static=before.static)
-        drops = self.flops > sum(e.flops for e in self.program.equations)
+        drops = "differentiated=True" in str(self.traced.jaxpr)  # checkpoints that make something again
         if before.total <= limit and not drops:
             return self._given(lowered, limit, operations)
         search = Search(self.program, self.leaves, self.donated, limit, before, self.until)
@@ -500,9 +500,10 @@ def fit(
     """``step`` as a compiled step that stays within ``budget``: bytes, text such as ``"4GiB"``, or a percentage of
     what it takes as it is (``"60%"``; ``"static+60%"``: arguments and results, and that share of the temporaries).
 
-    ``step``: any function that `jax.jit` takes, with its gradients inside (or a jitted one without static arguments).
-    ``jit``: its keywords, such as ``donate_argnums`` and ``static_argnums``. ``seconds`` of the processor, after which
-    nothing better is looked for. ``cache``: folder of plans, which are read again for the same step, budget and
+    ``step``: any function that `jax.jit` takes, with its gradients inside (or a jitted one without static
+    arguments).
+    ``jit``: its keywords, such as ``donate_argnums`` and ``static_argnums``. ``seconds`` of the processor, after
+    which nothing better is looked for. ``cache``: folder of plans, which are read again for the same step, budget and
     versions (default: tightship's in the user's cache folder), None for none.
 
     What counts is XLA's analysis of the compiled program on one device: arguments + results − what lies in donated

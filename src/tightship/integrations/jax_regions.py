@@ -1,9 +1,9 @@
 """Loops, branches and shard maps of a JAX program: what they run inside, and what passes between two of them.
 
 A loop of the forward pass hands the loop of the backward pass one array for every value that its body saves, with a
-row for each iteration; a shard map hands on what its devices save. Any set of values of the body may be handed on
-instead, from which, with what the body began with, the rest is made again inside the backward one: what
-`jax.checkpoint` around the body does for one set. So the two bodies are one program with a cut in the middle (`Pair`),
+row for each iteration; a shard map hands on what its devices save. Any set of values of the body may be handed
+on instead, from which, with what the body began with, the rest is made again inside the backward one: what
+`jax.checkpoint` around the body does for one set. So the two bodies are one program with a cut in it (`Pair`),
 planned as any program is, and then written out again as two: `handed_on`.
 """
 
@@ -264,10 +264,10 @@ class _Shards:
 
 def _varying(aval: Any) -> frozenset[Any]:
     """The axes of a mesh along which a value differs from device to device."""
-    found = getattr(aval, "vma", None)
-    if found is None:
-        found = getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
-    return frozenset(found)
+    known: Any = getattr(aval, "vma", None)
+    if known is None:
+        known = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
+    return frozenset(known)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""The search of `jax_fit`: programs for a budget, planned level by level, compiled, and corrected by what XLA says.
+"""The search of `jax_fit`: programs for a budget, planned level by level, and corrected by what XLA says of them.
 
-A level is a program: the step, the body of a loop, a branch, a shard. What its equations run inside is planned for the
-bytes that are left where they run (`Planner`). XLA places and fuses on its own, so what was planned for is corrected
-by its analysis of each program that was compiled (`search`), cheaply: without optimizing code for the processor,
-which decides nothing about memory.
+A level is a program: the step, the body of a loop, a branch, a shard. What its equations run inside is planned for
+the bytes that are left where they run (`Planner`). XLA places and fuses on its own, so what was planned for is
+corrected by its analysis of each program that was compiled (`Search`), cheaply: without optimizing code for the
+processor, which decides nothing about memory.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Planner:
         with an array of indices for each of four dimensions, and a window's five results."""
         key = id(e.made)
         if e.name == "select_and_scatter_add" and jax.default_backend() == "cpu":
-            source, operand = (math.prod(x.aval.shape) for x in e.made.invars)
+            source, operand = (math.prod(x.aval.shape) for x in e.made.invars[:2])
             return replace(e, inner=16 * operand + 20 * source)
         if e.inner or e.instead is not None or e.name not in ("scan", "while", "cond", "shard_map"):
             return e
