@@ -163,6 +163,11 @@ class _LifeTape(Tape):
         if node != self._ran:
             self._ran = -1
 
+    def step_over(self) -> None:
+        """A step has returned: nodes that its backward pass did not need go with the rest of its graph."""
+        self.events += [(Kind.FREE, s) for some in self._numbers.values() for s in some]
+        self._numbers.clear()
+
     def node_ran(self, node: int) -> None:
         """The formula of that node has run; until the next one begins, autograd adds up gradients."""
         self._ran = node
@@ -329,6 +334,7 @@ class EagerLoop(Capture):
             for k in range(steps):
                 self.tape.events.append((Kind.STEP, k))
                 result = loop(self.model, fakes.batch, twin)
+                self.tape.step_over()
                 self._gradients_of(fakes.parameters)
                 self._states_of(twin)
             self.tape.forget()
