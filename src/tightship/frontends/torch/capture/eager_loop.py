@@ -141,11 +141,24 @@ class _LifeTape(Tape):
         """Takes down an op that no dispatcher has seen, and what it makes."""
         self.events.append((Kind.OP, len(self.records)))
         known = len(self.storages)
-        for t in made():
-            self.value(t)
+        values = tuple(self.value(t) for t in made())
         for life in self.lives[known:]:
             life.phase, life.origin = phase, origin
-        self.records.append(Record(fn, target, (), {}, phase=phase, origin=origin, flops=flops))
+        written = tuple(self.storage(v) for v in values)
+        self.records.append(
+            Record(
+                fn,
+                target,
+                (),
+                {},
+                values,
+                writes=written,
+                effect=True,
+                phase=phase,
+                origin=origin,
+                flops=flops,
+            )
+        )
 
     def number_saved(self, node: int) -> None:
         """The node of autograd with that number keeps a tensor for a number of Python's until it has run."""
