@@ -57,10 +57,14 @@ dry-cuda:
 
 # Placement and the eviction engine under the address and undefined-behavior sanitizers; the first finding ends it.
 # Python does not give back all it takes, so leaks are not looked for.
+CORE_SECONDS ?= 60
 sanitize: $(SANITIZED_READY)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(SANITIZED)/bin/python -m pytest -m "not slow" $(SANITIZED_TESTS)
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  $(SANITIZED)/bin/python benchmarks/soak.py core --seconds $(CORE_SECONDS) --state $(SANITIZED)/soak.json
 
 # Every block of the README and of every page is run as it stands, every example too; then the site is built, strictly.
 docs: $(DOCS_READY)

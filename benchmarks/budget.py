@@ -1,13 +1,15 @@
 """Time against memory on paper: plans against what PyTorch has, on the same captured steps, at equal peaks.
 
     python benchmarks/budget.py [--quick] [--seconds X] [--models gpt6,…] [--only PART] [--alone] [--execute]
-        [--write]
+        [--results FOLDER] [--write]
 
 Each model's forward and backward pass is captured on fake tensors (no memory for the model) and its ops get modeled
 times. Others are replayed on that graph by the same simulator: checkpoints around blocks, selective ones that keep
 the results of matrix products and convolutions, and what torch's activation_memory_budget saves at 1.0 to 0. For
 the peak of each of them a plan is made (``--seconds`` of search for each), and one for the least memory.
-``--alone`` plans each peer's peak a second time, without the peers' saved sets to start from.
+``--alone`` plans each peer's peak a second time, without the peers' saved sets to start from. ``--results`` keeps
+the table of each model, so that a run that ended early goes on with the next one. ``--models`` also knows models that
+the search was not made with (`UNSEEN`).
 ``--execute`` runs plans for real and measures their peaks (see executed.py). ``--only`` takes one part: peers,
 published, activations or executed. ``--write`` puts the tables into docs/benchmarks.md; with ``--only activations``
 or ``--only executed``, that table alone.
@@ -49,7 +51,7 @@ APART = {
 WORK = 15_000_000
 """Ops simulated at most for every second: what `tightship plan` has by default."""
 
-Made = tuple[torch.nn.Module, dict[str, torch.Tensor]]
+Made = tuple[torch.nn.Module, dict[str, Any]]
 
 
 def tokens(batch: int, length: int, **more: tuple[int, int]) -> dict[str, torch.Tensor]:
@@ -179,6 +181,74 @@ FULL: dict[str, tuple[str, Callable[[], Made]]] = {
     "llama": ("Llama-like, 8 layers, width 256", llama),
     "t5": ("T5, 6 + 6 layers, width 256", t5),
 }
+
+
+def distilbert() -> Made:
+    config = transformers.DistilBertConfig(
+        dim=256, hidden_dim=1024, n_layers=6, n_heads=4, vocab_size=512, dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    return transformers.DistilBertForMaskedLM(config), tokens(8, 128)
+
+
+def mixtral() -> Made:
+    config = transformers.MixtralConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, num_local_experts=4, use_cache=False, experts_implementation="batched_mm",
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config), tokens(4, 128)
+
+
+def segformer() -> Made:
+    config = transformers.SegformerConfig(
+        num_labels=10, problem_type="single_label_classification", hidden_dropout_prob=0.0, drop_path_rate=0.0,
+        classifier_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.SegformerForImageClassification(config), images(4, 64)
+
+
+def mobilenet() -> Made:
+    config = transformers.MobileNetV2Config(
+        num_labels=10, problem_type="single_label_classification", classifier_dropout_prob=0.0
+    )
+    return transformers.MobileNetV2ForImageClassification(config), images(8, 96)
+
+
+def clip() -> Made:
+    text = {
+        "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "vocab_size": 512, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 511,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 3,
+        "image_size": 64, "patch_size": 8,
+    }  # fmt: skip
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=128)
+    )
+    words = {"input_ids": torch.empty(8, 32, dtype=torch.long), "return_loss": True}
+    return model, images(8, 64, labels=False) | words
+
+
+def whisper() -> Made:
+    config = transformers.WhisperConfig(
+        vocab_size=512, num_mel_bins=40, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=512, decoder_ffn_dim=512, d_model=128, max_source_positions=100,
+        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        use_cache=False, suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    sample = {"input_features": torch.empty(4, 40, 200), "labels": torch.empty(4, 64, dtype=torch.long)}
+    return transformers.WhisperForConditionalGeneration(config), sample
+
+
+UNSEEN: dict[str, tuple[str, Callable[[], Made]]] = {
+    "distilbert": ("DistilBERT, 6 layers, width 256", distilbert),
+    "mixtral": ("Mixtral-like, 4 layers, 4 experts", mixtral),
+    "segformer": ("Segformer, 4 images of 64×64", segformer),
+    "mobilenet": ("MobileNetV2, 8 images of 96×96", mobilenet),
+    "clip": ("CLIP, 6 + 6 layers", clip),
+    "whisper": ("Whisper, 4 + 4 layers, width 128", whisper),
+}
+"""Models that the search was not made with; taken by name."""
 SMALL: dict[str, tuple[str, Callable[[], Made]]] = {
     "gpt6": ("GPT-2-like, 2 layers", lambda: gpt(2, 2, 32, 64)),
     "cnn": ("Plain CNN with batch norm", lambda: (Plain(8, 2, 2), images(2, 32, False))),
@@ -326,23 +396,29 @@ def about(seconds: float) -> str:
 
 def parts_of(chosen: argparse.Namespace, console: Console) -> Iterator[tuple[str, str]]:
     """The tables asked for, each with the part that it belongs to."""
-    made = SMALL if chosen.quick else FULL
+    made = SMALL if chosen.quick else FULL | UNSEEN
     seconds = chosen.seconds or (0.5 if chosen.quick else 10.0)
-    wanted = chosen.models.split(",") if chosen.models else [*made, *([] if chosen.quick else PUBLISHED)]
+    wanted = (
+        chosen.models.split(",") if chosen.models else [*(SMALL if chosen.quick else [*FULL, *PUBLISHED])]
+    )
     models = {name: made[name] for name in wanted if name in made}
     for name in wanted:
         part = "published" if name in PUBLISHED else "peers"
         if chosen.only not in (None, part):
             continue
         console.print(name, style="bold")
+        kept = Path(chosen.results, f"{name}.md") if chosen.results else None
+        if kept is not None and kept.exists():
+            yield part, kept.read_text()
+            continue
         if name in PUBLISHED:
-            yield part, published(name, 3 * seconds)
+            text = published(name, 3 * seconds)
         else:
             f = measured(made[name][1], seconds, console)
-            yield (
-                part,
-                markdown(made[name][0], f, planned_alone(f, seconds, console) if chosen.alone else None),
-            )
+            text = markdown(made[name][0], f, planned_alone(f, seconds, console) if chosen.alone else None)
+        if kept is not None:
+            kept.write_text(text)
+        yield part, text
     if chosen.only in (None, "activations"):
         console.print("activations", style="bold")
         yield "activations", quarter(models, seconds)
@@ -362,6 +438,9 @@ def main() -> None:
         "--alone",
         action="store_true",
         help="a row more for each peer: its peak, planned without the peers' saved sets",
+    )
+    parser.add_argument(
+        "--results", help="a folder for the table of each model, which is not taken again once it is there"
     )
     parser.add_argument("--execute", action="store_true", help="also run plans and measure their peaks")
     parser.add_argument(

@@ -68,8 +68,8 @@ def main() -> None:
     def one(data: bytes) -> None:
         verbs = soak.VERBS[kind]
         verb = _quick(verbs[zlib.crc32(data) % len(verbs)])
-        _, fault = soak.read(kind, verb, f"{kind}{ending}", data, [])
-        assert not fault, fault
+        case = soak.read(kind, verb, f"{kind}{ending}", data, [])
+        assert not case.fault, case.fault
 
     def mutated(data: bytes, most: int, seed: int) -> bytes:
         if seed % 2:

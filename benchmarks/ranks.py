@@ -1,6 +1,7 @@
 """Eight models on several ranks: bytes and time within budgets, replicated and sharded, beside what torch does.
 
-    python benchmarks/ranks.py [--ranks N] [--steps N] [--models gpt,llama] [--results FILE] [--write]
+    python benchmarks/ranks.py [--ranks N] [--steps N] [--models gpt,llama] [--shares 40,30] [--results FILE]
+                               [--write]
 
 Replicated parameters stand beside DistributedDataParallel, sharded ones beside FSDP2 (`fully_shard` of each block and
 of the root): a budget is a share of what their step takes, everything included, as one meter sees it on rank 0. A row
@@ -40,7 +41,12 @@ BEGIN, END = "<!-- begin: benchmarks/ranks.py -->", "<!-- end: benchmarks/ranks.
 HEAD = ("model", "parameters", "budget", "planned peak", "measured", "run again", "step over torch's", "bits")
 MARKS = ("---", "---", "---:", "---:", "---:", "---:", "---:", "---")
 SHARES = (100, 60, 40, 30)
-WAYS = ("recompute", "recompute,redraw,compress,offload")
+LOSSLESS = "recompute,redraw,compress,offload"
+WAYS: tuple[tuple[str, str, int | None], ...] = (
+    ("", "recompute", None), (" (all ways)", LOSSLESS, None), (" (all ways, bucket=0)", LOSSLESS, 0),
+    (" (recompute, stream, bucket=0)", "recompute,stream", 0),
+)  # fmt: skip
+"""What a row says, the ways allowed, and the bytes of a message."""
 Batch = tuple[torch.Tensor, ...]
 
 
@@ -225,10 +231,13 @@ def row(work: Work, shard: bool, share: int, peak: int, batches: list[Batch]) ->
     """One row of the table: how the step goes within ``share`` percent of torch's ``peak``."""
     head = ["sharded" if shard else "replicated", f"{share}%"]
     step = None
-    for allow in WAYS:
+    for way in WAYS:
+        more, allow, bucket = way
+        if shard and "stream" in allow:  # refused
+            continue
         model = made(work)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        how = tightship.DataParallel(shard=shard)
+        how = tightship.DataParallel(shard=shard, bucket=bucket)
         try:
             step = tightship.fit(
                 model, work.loss, optimizer, batches[0], peak * share // 100, parallel=how, allow=allow,
@@ -239,7 +248,7 @@ def row(work: Work, shard: bool, share: int, peak: int, batches: list[Batch]) ->
             best = no.best_peak
     if step is None:
         return [*head, f"none below {format_bytes(best)} found", "", "", "", ""]
-    head[1] += " (all ways)" * (allow != WAYS[0])
+    head[1] += more
     peers = [Peer(work, shard), *([Peer(work, False)] if shard else [])]
     losses: list[list[torch.Tensor]] = []
     times: tuple[list[float], ...] = tuple([] for _ in (step, *peers))
@@ -275,7 +284,9 @@ def row(work: Work, shard: bool, share: int, peak: int, batches: list[Batch]) ->
     ]
 
 
-def run(rank: int, ranks: int, port: int, steps: int, name: str, answer: str) -> None:
+def run(
+    rank: int, ranks: int, port: int, steps: int, shares: tuple[int, ...], name: str, answer: str
+) -> None:
     """All rows of a model, on one of the ranks."""
     torch.set_num_threads(1)
     allocator.load()
@@ -292,20 +303,20 @@ def run(rank: int, ranks: int, port: int, steps: int, name: str, answer: str) ->
         peaks: list[Any] = [None] * ranks
         dist.all_gather_object(peaks, meter.peak)
         rows.append([name, "FSDP2" if shard else "DDP", "", "", format_bytes(peaks[0]), "", "1.00", ""])
-        rows += [[name, *row(work, shard, share, min(peaks), batches)] for share in SHARES]
+        rows += [[name, *row(work, shard, share, min(peaks), batches)] for share in shares]
     if rank == 0:
         Path(answer).write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def rows_of(name: str, ranks: int, steps: int) -> list[list[str]]:
+def rows_of(name: str, ranks: int, steps: int, shares: tuple[int, ...]) -> list[list[str]]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rows.json"
-        multiprocessing.spawn(run, (ranks, port, steps, name, str(answer)), nprocs=ranks)
+        multiprocessing.spawn(run, (ranks, port, steps, shares, name, str(answer)), nprocs=ranks)
         rows: list[list[str]] = json.loads(answer.read_text(encoding="utf-8"))
         return rows
 
@@ -317,14 +328,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
     parser.add_argument("--steps", type=int, default=12, help="steps of each kind")
     parser.add_argument("--models", default=",".join(WORKS), help="with commas")
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="percentages, with commas")
     parser.add_argument("--results", type=Path, help="file of rows, which is read first")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
     args = parser.parse_args()
+    shares = tuple(int(x) for x in args.shares.split(","))
     kept = args.results is not None and args.results.exists()
     known: dict[str, Any] = json.loads(args.results.read_text(encoding="utf-8")) if kept else {}
     for name in args.models.split(","):
         if name not in known:
-            known[name] = rows_of(name, args.ranks, args.steps)
+            known[name] = rows_of(name, args.ranks, args.steps, shares)
             if args.results is not None:
                 args.results.write_text(json.dumps(known), encoding="utf-8")
     said = (

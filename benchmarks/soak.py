@@ -8,7 +8,8 @@ the verifier has to list, without raising. ``places``: random problems with ever
 graphs with every plan tried; no bound is above the best. ``files``: files of every format, changed by their structure
 and read by the command line; nothing may raise, and nothing take more than ten seconds. ``faults``: every verb that
 writes and steps that are fitted, on a disk that fails at the n-th write, with signals at it or at some time, and with
-too little memory (``tests/support/faults.py``); what ``docs/reliability.md`` promises has to hold.
+too little memory (``tests/support/faults.py``); what ``docs/reliability.md`` promises has to hold. ``core``: every
+function of the core with wrong arguments; of use under the sanitizers (``make sanitize``).
 
 A case is a number. What fails is shrunk to the smallest case that does, and kept as one line of ``failures``; a
 campaign goes on where the state's file says that it was.
@@ -24,10 +25,10 @@ import json
 import random
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -38,77 +39,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import faults as disturbances
-from support import mutation
-from support.hostile import changed, hostile
+from support import mutation, planned
+from support.hostile import FORMATS, changed, hostile
 from support.optimum import optimum
-from support.oracle import faults
 from support.placing import assert_right
+from support.planned import Judged, wrong
 from support.strategies import random_graph
-from tightship import api
 from tightship.cli import main as command
-from tightship.errors import Infeasible, TightshipError, VerificationFailed
-from tightship.graph import Graph
-from tightship.plan import Buffer, Plan, Problem
+from tightship.errors import Infeasible
+from tightship.plan import Buffer, Problem
 from tightship.planners import default, packing, planners
-from tightship.verify import verify
 
-LONGEST = {"faults": 300}
+LONGEST = {"faults": 300, "files": 8}
 """Seconds that a case may take beyond the limits that it was given: `USUAL`, but for these."""
 USUAL = 10
 BESIDE = 10
 """By what the clock may run ahead of a case's own processor time, on a machine that does other work, too."""
-
-Judged = tuple[str, str]
-"""What came of a case, and what is wrong with it, if something is."""
-
-
-# --- plans ---
-
-WAYS = ("recompute", "compress", "offload", "redraw")
-
-
-def plans(seed: int, size: int) -> Judged:
-    rng = random.Random(seed)
-    knobs = {"largest": rng.choice((1, 4, 16)), "static_writes": rng.choice((0.0, 0.0, 1.0))}
-    graph = random_graph(seed, size, random=rng.choice((0.0, 0.06, 0.2)), **knobs)
-    budget = f"static+{rng.randint(40, 105)}%"
-    systems = sorted(api.systems())
-    name = rng.choice(["default", "default", *systems])
-    try:
-        if name == "default":
-            made = default.plan(graph, budget, _options(rng))
-        else:
-            made = api.plan_named(graph, name, rng.choice((budget, None))).plan
-            made = replace(made, budget=None)  # these say themselves whether they meet it
-    except Infeasible as no:
-        return ("infeasible", f"{name}: its bound is no bound" if no.lower_bound > no.best_peak else "")
-    except VerificationFailed as error:
-        return name, f"{name}: made a wrong plan: {error.violations[0]}"
-    except TightshipError:
-        return f"{name} refused", ""
-    return name, _wrong(graph, made, name)
-
-
-def _options(rng: random.Random) -> default.Options:
-    allow = [way for way in WAYS if rng.random() < 0.5] or ["recompute"]
-    means = {"offload": "offload", "compress": "compress"}
-    evicts = [n for n in planners("evict") if means.get(n, "recompute") in allow and n != "evict/exact"]
-    return default.Options(
-        order=rng.choice(["best", *planners("order")]),
-        evict=rng.choice(["anneal", *evicts]).removeprefix("evict/"),
-        seconds=2.0,
-        work=20_000,
-        seed=rng.randrange(9),
-        hand_out=rng.random() < 0.5,
-        place=rng.random() < 0.8,
-        reuse=rng.random() < 0.7,
-        allow=",".join(allow),
-    )
-
-
-def _wrong(graph: Graph, plan: Plan, name: str) -> str:
-    said = [*faults(graph, plan), *(str(v) for v in verify(graph, plan))]
-    return f"{name}: {said[0]}" if said else ""
 
 
 # --- the verifier ---
@@ -119,12 +65,15 @@ def verifier(seed: int, size: int) -> Judged:
     finds it, if one does."""
     graph, plan = mutation.case(seed, size)
     kind, changed = mutation.mutant(graph, plan, random.Random(seed))
-    wrong, found = mutation.verdict(graph, changed)
-    if wrong and not found:
-        return kind, f"{kind}: not found: {wrong[0]}"
-    if not wrong:
-        return f"right to the oracle, {'refused' if found else 'and verified'}", ""
-    return f"only {next(iter(found))}" if len(found) == 1 else "several rules", ""
+    faults, found = mutation.verdict(graph, changed)
+    if faults and not found:
+        return Judged(kind, f"{kind}: not found: {faults[0]}")
+    if not faults:
+        return Judged(
+            f"right to the oracle, {'refused' if found else 'and verified'}", had=(f"mutant: {kind}",)
+        )
+    rules = f"only {next(iter(found))}" if len(found) == 1 else "several rules"
+    return Judged(rules, had=(f"mutant: {kind}",))
 
 
 # --- places ---
@@ -148,7 +97,7 @@ def places(seed: int, size: int) -> Judged:
     name = rng.choice(sorted(planners("place")))
     solution = packing.pack(problem, name, packing.Search(seconds=1.0, work=3_000))
     assert_right(problem, solution)
-    return name, ""
+    return Judged(name)
 
 
 # --- optima ---
@@ -159,17 +108,17 @@ def optima(seed: int, size: int) -> Judged:
     try:
         points = optimum(graph, most=5_000)
     except RuntimeError:
-        return "too large", ""
+        return Judged("too large")
     best = points[-1].nbytes
     try:
         o = default.Options(seconds=5.0, work=100_000, place=False)
         problem = default.problem_of(graph, default.order_of(graph, o, 1 << 60), o)
         made = default.plan(graph, best, o, problem=replace(problem, in_place=True))
     except Infeasible as no:
-        return "missed", "the bound is above the optimum" if no.lower_bound > best else ""
-    return "met", "the bound is above the optimum" if made.lower_bound > best else _wrong(
-        graph, made, "default"
-    )
+        return Judged("missed", "the bound is above the optimum" if no.lower_bound > best else "")
+    if made.lower_bound > best:
+        return Judged("met", "the bound is above the optimum")
+    return Judged("met", wrong(graph, made, "default"))
 
 
 # --- files ---
@@ -190,7 +139,7 @@ VERBS = {
 """What reads files of each kind; what `fit` reads is handed to what it reads it with."""
 
 MOST_MEMORY = 2 << 30
-"""Bytes that the process may have once a file was read."""
+"""Bytes that the process may have once a file was read, and take beyond what it had before."""
 
 
 def files(seed: int, size: int) -> Judged:
@@ -199,12 +148,23 @@ def files(seed: int, size: int) -> Judged:
     kind = rng.choice(sorted(set(VERBS) - lacking))
     verb = rng.choice(VERBS[kind])
     if verb[0] == "fit":
-        return kind, _kept(kind, seed, min(size, 3)) or _memory()
+        return Judged(kind, _kept(kind, seed, min(size, 3)) or _memory())
+    _imported(kind)
     more = ["--report", "page.html"] if verb[0] in ("plan", "pack", "assign") and rng.random() < 0.3 else []
     return read(kind, verb, *hostile(kind, seed, min(size, 3)), more)
 
 
-def read(kind: str, verb: list[str], name: str, data: bytes, more: list[str]) -> Judged:
+@cache
+def _imported(kind: str) -> None:
+    """A right file is read first: what imports take, of memory and of seconds, is not a file's."""
+    ending, make, _ = FORMATS[kind]
+    for verb in VERBS[kind]:
+        read(kind, verb, f"{kind}{ending}", make(0), [], limited=False)
+
+
+def read(
+    kind: str, verb: list[str], name: str, data: bytes, more: list[str], *, limited: bool = True
+) -> Judged:
     """What a verb makes of a file, and what is wrong with that; ``more``: an option and the file that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
@@ -218,16 +178,31 @@ def read(kind: str, verb: list[str], name: str, data: bytes, more: list[str]) ->
             *(str(Path(folder) / m) for m in more[1:]),
         ]
         said, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        within = _limited() if limited else contextlib.nullcontext()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors), within:
             status = command(given)
     what = f"{kind} {verb[0]} -> {status}"
     if status not in (0, 1, 2):
-        return what, f"{' '.join(verb)} {name}: {errors.getvalue().strip()[:300]}"
+        return Judged(what, f"{' '.join(verb)} {name}: {errors.getvalue().strip()[:300]}")
     try:
         json.loads(said.getvalue())
     except ValueError:
-        return what, f"{' '.join(verb)} {name}: no JSON"
-    return what, _memory()
+        return Judged(what, f"{' '.join(verb)} {name}: no JSON")
+    return Judged(what, _memory())
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Address space for `MOST_MEMORY` more than the process has, most of which is what libraries map."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + MOST_MEMORY
+    if pages and (before[1] == resource.RLIM_INFINITY or most < before[1]):
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _memory() -> str:
@@ -252,7 +227,7 @@ def _kept(kind: str, seed: int, changes: int) -> str:
         planner(graph)
         (path,) = Path(folder).glob("plan-*")
         path.write_bytes(changed("kept", path.read_bytes(), seed, changes))
-        return _wrong(graph, planner(graph), "kept") or _wrong(graph, planner(graph), "kept again")
+        return wrong(graph, planner(graph), "kept") or wrong(graph, planner(graph), "kept again")
 
 
 # --- faults ---
@@ -268,13 +243,13 @@ def _server() -> disturbances.Server:
 def disturbed(seed: int, size: int) -> Judged:
     """A scenario and a fault; there are no smaller ones."""
     if disturbances.why_not():
-        return "not here", ""
+        return Judged("not here")
     rng = random.Random(f"faults {seed}")
     about = disturbances.SCENARIOS
     scenario = rng.choices(list(about), [1 / scenario.work for scenario in about.values()])[0]
     try:
         fault = disturbances.random_fault(_server(), scenario, rng)
-        return f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault)
+        return Judged(f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault))
     except (
         OSError,
         ValueError,
@@ -284,9 +259,21 @@ def disturbed(seed: int, size: int) -> Judged:
         raise
 
 
+# --- the core ---
+
+
+def core(seed: int, size: int) -> Judged:
+    """A function of the core with wrong arguments; what harm they do shows under the sanitizers, or as a crash, which
+    ends the campaign."""
+    from support.core_calls import HARMLESS, hostile_call  # what they are made of takes a second
+
+    call = HARMLESS[seed % len(HARMLESS)]
+    return Judged(call.name, had=(hostile_call(call, seed).rpartition(": ")[2],))
+
+
 CLASSES: dict[str, Callable[[int, int], Judged]] = {
-    "plans": plans, "verifier": verifier, "places": places, "optima": optima, "files": files,
-    "faults": disturbed,
+    "plans": planned.plans, "verifier": verifier, "places": places, "optima": optima, "files": files,
+    "faults": disturbed, "core": core,
 }  # fmt: skip
 
 
@@ -306,7 +293,7 @@ def judged(name: str, seed: int, size: int) -> Judged:
     try:
         return CLASSES[name](seed, size)
     except Exception as error:
-        return "raised", f"{type(error).__name__}: {str(error)[:300]}"
+        return Judged("raised", f"{type(error).__name__}: {str(error)[:300]}")
     finally:
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -317,9 +304,16 @@ def judged(name: str, seed: int, size: int) -> Judged:
 def shrunk(name: str, seed: int, size: int) -> tuple[int, str]:
     """The least size at which the case fails, and how."""
     for less in range(1, size + 1):
-        if fault := judged(name, seed, less)[1]:
+        if fault := judged(name, seed, less).fault:
             return less, fault
-    return size, judged(name, seed, size)[1]
+    return size, judged(name, seed, size).fault
+
+
+def size_of(name: str, rng: random.Random) -> int:
+    """Mostly small ones."""
+    if name == "plans":
+        return planned.size_of(rng)
+    return rng.choice((1, 1, 1, 2, 3)) if name == "files" else rng.randint(1, rng.choice((6, 6, 24)))
 
 
 def campaign(
@@ -331,7 +325,7 @@ def campaign(
             if until():
                 return
             seed = begin.get(name, 0)
-            size = 1 + random.Random(f"{name} {seed}").randrange(6 if seed % 3 else 24)
+            size = size_of(name, random.Random(f"{name} {seed}"))
             yield name, seed, size, judged(name, seed, size)
             begin[name] = seed + 1
 
@@ -346,13 +340,13 @@ def main() -> int:
     if unknown := set(chosen.classes) - set(CLASSES):
         given.error(f"unknown class {unknown.pop()!r}: expected {', '.join(CLASSES)}")
     state: dict[str, Any] = json.loads(chosen.state.read_text()) if chosen.state.exists() else {}
-    begin, counts = state.get("begin", {}), {n: Counter(c) for n, c in state.get("counts", {}).items()}
-    failed = Counter(state.get("failed", {}))
+    begin: dict[str, int] = state.setdefault("begin", {})
+    tallies = _Tallies(state, _version())
     chosen.state.parent.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
         beside = chosen.state.with_suffix(".new")  # the old state or the new one, whatever ends the campaign
-        beside.write_text(json.dumps({"begin": begin, "counts": counts, "failed": failed}))
+        beside.write_text(json.dumps(state, indent=1))
         beside.replace(chosen.state)
 
     if find_spec("torch"):
@@ -361,14 +355,13 @@ def main() -> int:
     until = time.monotonic() + chosen.seconds
     kept = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
-        for name, seed, size, (what, fault) in campaign(
+        for name, seed, size, case in campaign(
             chosen.classes or list(CLASSES), begin, lambda: time.monotonic() > until
         ):
-            counts.setdefault(name, Counter())[what] += 1
-            if fault:
-                failed[name] += 1
+            tallies.add(name, case)
+            if case.fault:
                 least, fault = shrunk(name, seed, size)
-                row = {"class": name, "seed": seed, "size": least, "fault": fault}
+                row = {"class": name, "seed": seed, "size": least, "fault": fault, "code": tallies.version}
                 print(json.dumps(row), flush=True)
                 with chosen.failures.open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -376,10 +369,45 @@ def main() -> int:
                 keep()
                 kept = time.monotonic()
     keep()
-    for name, known in counts.items():
-        print(f"{name}: {sum(known.values())} tried, {failed[name]} failed")
-        print("  " + ", ".join(f"{what} {n}" for what, n in sorted(known.items())))
-    return 1 if failed else 0
+    tallies.show()
+    return 1 if any(state["failed"].values()) else 0
+
+
+class _Tallies:
+    """Counts in the state's dictionary: by class, of what came of cases, of what they had, of those that failed, of
+    those that each version of the code was tried with, and of processor seconds."""
+
+    def __init__(self, state: dict[str, Any], version: str) -> None:
+        self.state, self.version = state, version
+        for part in ("counts", "had", "failed", "code", "seconds"):
+            state.setdefault(part, {})
+        self.began = time.process_time()
+
+    def add(self, name: str, case: Judged) -> None:
+        for part, keys in (("counts", (case.what,)), ("had", case.had), ("code", (self.version,))):
+            row = self.state[part].setdefault(name, {})
+            for key in keys:
+                row[key] = row.get(key, 0) + 1
+        now = time.process_time()
+        self.state["failed"][name] = self.state["failed"].get(name, 0) + bool(case.fault)
+        self.state["seconds"][name] = self.state["seconds"].get(name, 0.0) + now - self.began
+        self.began = now
+
+    def show(self) -> None:
+        for name, known in self.state["counts"].items():
+            tried, seconds = sum(known.values()), self.state["seconds"].get(name, 0.0)
+            rate = f", {tried / seconds:.0f} a second" if seconds else ""
+            print(f"{name}: {tried:,} tried, {self.state['failed'].get(name, 0)} failed{rate}")
+            for row in (known, self.state["had"].get(name, {}), self.state["code"].get(name, {})):
+                print("  " + ", ".join(f"{what} {n:,}" for what, n in sorted(row.items())))
+
+
+def _version() -> str:
+    """Which code this is: the commit, with a plus where files differ from it."""
+    root = Path(__file__).resolve().parents[1]
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=7"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return said.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

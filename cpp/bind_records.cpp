@@ -147,7 +147,9 @@ Result<i64> lengths(const nb::object& records, const std::string& name) {
 }
 
 nb::tuple tuple_of(std::size_t count) {
-    return nb::steal<nb::tuple>(PyTuple_New(static_cast<Py_ssize_t>(count)));
+    PyObject* made = PyTuple_New(static_cast<Py_ssize_t>(count));
+    if (!made) throw nb::python_error();
+    return nb::steal<nb::tuple>(made);
 }
 
 // Rows as tuples; equal neighbors without items share one.
@@ -175,6 +177,7 @@ nb::tuple tuples(const RowsIn& in) {
 // ``__post_init__``.
 nb::tuple records(const nb::type_object& type, i64 count, const nb::dict& columns) {
     check::number("count", count, 0, check::kMostCount, "must be from 0 to 2^28");
+    if (!nb::hasattr(type, "__dataclass_fields__")) check::refuse("the type is not a dataclass", "must be one");
     struct Column {
         nb::object name, values;
         Array<i64> integers;
@@ -212,6 +215,16 @@ nb::tuple records(const nb::type_object& type, i64 count, const nb::dict& column
     return out;
 }
 
+// Tuples lie in one another no deeper than Python's own functions: the machine's stack has an end.
+struct Deeper {
+    Deeper() {
+        if (Py_EnterRecursiveCall(" while tuples in one another are written out")) throw nb::python_error();
+    }
+    ~Deeper() { Py_LeaveRecursiveCall(); }
+    Deeper(const Deeper&) = delete;
+    Deeper& operator=(const Deeper&) = delete;
+};
+
 // Text of attributes, as Python's ``str`` and ``repr`` have it.
 class Text {
   public:
@@ -223,6 +236,7 @@ class Text {
         } else if (PyLong_CheckExact(value)) {
             add_integer(value);
         } else if (PyTuple_CheckExact(value)) {
+            const Deeper deeper;
             const Py_ssize_t count = PyTuple_Size(value);
             text += '(';
             for (Py_ssize_t k = 0; k < count; ++k) {
@@ -266,7 +280,10 @@ nb::bytes text(const nb::object& records, const std::string& begin, const nb::tu
                const std::string& between, const std::string& end, bool quoted) {
     std::vector<nb::object> attrs;
     std::vector<Text> columns(nb::len(names));
-    for (const auto& name : names) attrs.push_back(interned(nb::cast<std::string>(name)));
+    for (const auto& name : names) {
+        if (!nb::isinstance<nb::str>(name)) check::refuse("a name is no text", "must be an attribute's");
+        attrs.push_back(nb::borrow<nb::object>(name));
+    }
     std::string out;
     each(records, [&](PyObject* r) {
         out += begin;

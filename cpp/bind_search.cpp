@@ -53,7 +53,9 @@ nb::list walked(Engine& e, const nb::list& decisions, i64 limit) {
     nb::list costs;
     Bits now;
     for (const auto& row : decisions) {
-        const Bits next = bits(e, nb::cast<Flags>(row));
+        Flags given;
+        if (!nb::try_cast(row, given)) check::refuse("decisions has no array", "must be arrays of one byte a gap");
+        const Bits next = bits(e, given);
         if (now.empty()) e.follow(now = next, limit);
         Changes changes;
         for (i32 gap = 0; gap < static_cast<i32>(next.size()); ++gap)
@@ -187,7 +189,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
              const Array<i32>& order, const Array<i64>& packed, const Array<double>& pack,
              const Array<double>& unpack, const Array<double>& offload, const Array<double>& fetch,
              const Array<double>& lost, const Flags& may, const Flags& must, i32 boundary,
-             const RowsIn& overwrites) {
+             const RowsIn& overwrites, bool until_written) {
     const i64 ops = check::count("order", order), storages = check::count("size", size);
     check::permutation("order", order, ops);
     check::Bytes all;
@@ -232,7 +234,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
     p.owned = column("owned", owned, storages), p.kept = column("kept", kept, storages);
     p.may = decisions("may", may), p.must = decisions("must", must);
     check::number("boundary", boundary, 0, ops, "must be a position of the order");
-    p.boundary = boundary;
+    p.boundary = boundary, p.until_written = until_written;
     check_ops(p);
     return new Engine(std::move(p));
 }
@@ -376,7 +378,8 @@ void bind_search(nb::module_& m) {
     nb::class_<Engine>(m, "Engine")
         .def(nb::new_(&make), "reads"_a, "needs"_a, "defines"_a, "mutates"_a, "updates"_a, "extra"_a,
              "time"_a, "pure"_a, "fixed"_a, "size"_a, "owned"_a, "kept"_a, "order"_a, "packed"_a, "pack"_a,
-             "unpack"_a, "offload"_a, "fetch"_a, "lost"_a, "may"_a, "must"_a, "boundary"_a, "overwrites"_a)
+             "unpack"_a, "offload"_a, "fetch"_a, "lost"_a, "may"_a, "must"_a, "boundary"_a, "overwrites"_a,
+             "until_written"_a = false)
         .def_prop_ro("gaps", &gaps_of)
         .def_prop_ro("base_time", [](const Engine& e) { return e.index().base_time; })
         .def_prop_ro("allowed", [](const Engine& e) { return nb::cast(to_numpy(Bits(e.index().allowed))); })

@@ -183,7 +183,7 @@ void Engine::end_replay(const Restoring& r) {
 Engine::Way Engine::begin_restore(i32 s) {
     if (s_.packed[s]) return copies_.unpack(s), Way::there;
     if (s_.host[s]) return copies_.fetch(s), Way::there;
-    if (!x_.replayable[s]) {
+    if (!x_.replayable[s] && (s_.position > x_.until[s] || !has_touch(s))) {
         lost_anchor_ = true;
         return Way::lost;
     }

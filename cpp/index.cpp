@@ -59,30 +59,37 @@ void Index::find_touches() {
     writers = as_rows(written);
 }
 
-// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents only.
-bool Index::recipe_is_replayable(i64 s) const {
-    if (p.owned[s] || writers.size(s) == 0) return false;
+// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents, or, up to the
+// position (`at`, by op) at which those it sees are written over, what is there so far.
+i32 Index::replays_until(i64 s, const std::vector<i32>& at) const {
+    if (p.owned[s] || writers.size(s) == 0) return -1;
+    i32 last = static_cast<i32>(p.ops);
     for (const i32 w : writers[s]) {
-        if (!p.pure[w]) return false;
+        if (!p.pure[w]) return -1;
         for (const i32 m : p.mutates[w])
-            if (m != s && !p.updates.has(w, m)) return false;
+            if (m != s && !p.updates.has(w, m)) return -1;
         for (i64 j = 0; j < p.reads.size(w); ++j) {
-            const i32 t = p.reads.begin(w)[j];
-            if (t == s || p.owned[t] || p.updates.has(w, t)) continue;
-            if (p.needs.begin(w)[j] != writers.size(t)) return false;
+            const i32 t = p.reads.begin(w)[j], need = p.needs.begin(w)[j];
+            if (t == s || p.owned[t] || p.updates.has(w, t) || need == writers.size(t)) continue;
+            if (!p.until_written || need > writers.size(t)) return -1;
+            last = std::min(last, at[writers.begin(t)[need]]);
         }
     }
-    return true;
+    return last;
 }
 
 void Index::find_gaps() {
     gap_of.assign(touches.item.size(), -1);
     replayable.resize(p.storages);
+    until.resize(p.storages);
+    std::vector<i32> at(p.ops);
+    for (i32 k = 0; k < p.ops; ++k) at[p.order[k]] = k;
     for (i64 s = 0; s < p.storages; ++s) {
-        replayable[s] = recipe_is_replayable(s);
+        until[s] = replays_until(s, at);
+        replayable[s] = until[s] == p.ops;
         if (p.size[s] == 0 || p.owned[s]) continue;
-        auto possible = [&](std::uint8_t may) -> std::uint8_t {
-            if (!replayable[s]) may &= ~(1 << kEvict | 1 << kPass | 1 << kDrop);
+        auto possible = [&](std::uint8_t may, i32 to) -> std::uint8_t {
+            if (to > until[s]) may &= ~(1 << kEvict | 1 << kPass | 1 << kDrop);
             if (!p.packed[s]) may &= ~(1 << kPack);
             return may ? may : 1 << kKeep;
         };
@@ -90,7 +97,7 @@ void Index::find_gaps() {
         for (i64 j = 0; j + 1 < touches.size(s); ++j) {
             const i32 from = touches.begin(s)[j], to = touches.begin(s)[j + 1];
             const bool bound = p.must[s] && from < p.boundary && to >= p.boundary;
-            std::uint8_t here = possible(bound ? p.must[s] : p.may[s]);
+            std::uint8_t here = possible(bound ? p.must[s] : p.may[s], to);
             // Before its last write it cannot be made again, nor is it known what packs; a copy has what was
             // there.
             if (j < written) here &= 1 << kKeep | 1 << kOffload;

@@ -43,6 +43,7 @@ struct Program {
     std::vector<std::uint8_t> must;  // by storage: those allowed across the boundary, 0: as `may`
     i32 boundary = 0;                // a position
     Rows overwrites;                 // by op: storage read, storage defined, and so on in pairs
+    bool until_written = false;      // recipes run as long as what they read is not written over, too
 };
 
 enum Decision : std::uint8_t { kKeep, kEvict, kPass, kDrop, kPack, kOffload, kDecisions };
@@ -67,6 +68,9 @@ struct Index {
     Rows writers;                       // by storage: ops
     std::vector<i32> last_write;        // by storage: index of the touch that writes it last
     std::vector<std::uint8_t> replayable, shared;  // by storage: can be recomputed; is read by several ops
+    // By storage: the last position at which it can be made again, as what its recipe reads is written over there;
+    // `ops` where it is replayable, -1 where it never can be.
+    std::vector<i32> until;
     std::vector<i32> movable;                      // positions of ops that may run later, ascending
     std::vector<i32> by_end;    // gaps that may be offloaded, the last to end first; empty: nothing may be
     std::vector<double> start;  // by position: when it begins if nothing is recomputed
@@ -78,7 +82,7 @@ struct Index {
 
   private:
     void find_touches();
-    bool recipe_is_replayable(i64 s) const;
+    i32 replays_until(i64 s, const std::vector<i32>& at) const;
     void find_gaps();
     void find_offloads();
     void find_movable();

@@ -18,7 +18,7 @@ from tightship.plan import Plan, Step
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import soak
 
-CASES = {"plans": 40, "verifier": 200, "places": 60, "optima": 30, "files": 60, "faults": 6}
+CASES = {"plans": 40, "verifier": 200, "places": 60, "optima": 30, "files": 60, "faults": 6, "core": 130}
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,8 @@ def test_nothing_fails_in_the_first_cases(name: str) -> None:
     if name in ("files", "faults"):
         pytest.importorskip("onnxruntime")
     cases = list(islice(soak.campaign([name], {}, lambda: False), CASES[name]))
-    assert [case for case in cases if case[-1][1]] == []
-    assert len({what for *_, (what, _) in cases}) > 1 or name == "optima"
+    assert [case for case in cases if case[-1].fault] == []
+    assert len({case[-1].what for case in cases}) > 1 or name == "optima"
 
 
 def test_what_fails_is_shrunk_and_kept_and_a_campaign_goes_on(
@@ -40,11 +40,11 @@ def test_what_fails_is_shrunk_and_kept_and_a_campaign_goes_on(
 ) -> None:
     seen = []
 
-    def case(seed: int, size: int) -> tuple[str, str]:
+    def case(seed: int, size: int) -> soak.Judged:
         seen.append(seed)
         if len(seen) > 300:
             raise KeyboardInterrupt
-        return "tried", "too large" if size >= 3 else ""
+        return soak.Judged("tried", "too large" if size >= 3 else "")
 
     monkeypatch.setattr(soak, "CLASSES", {"made up": case})
     state, failures = tmp_path / "s.json", tmp_path / "f.jsonl"

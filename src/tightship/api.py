@@ -34,7 +34,7 @@ from tightship.planners.default import plan as search_plan
 from tightship.planners.frontier import Changed, below
 from tightship.planners.frontier import frontier as search_frontier
 from tightship.result import Compared, Explained, Frontier, Planned, SplitPlanned
-from tightship.simulate import baseline, replay
+from tightship.simulate import unplanned
 from tightship.sources import ModelStep, need_torch, read_model, torch_saved
 from tightship.units import BudgetLike, parse_budget, resolve_budget
 
@@ -152,7 +152,7 @@ class PlanRequest:
         cache = "default" if self.cache is None else self.cache
         timed = None if self.step is None else partial(self.step.timed, cache=cache)
         ways = Ways(self.graph, self.program, timed, way, options, plan_of, streams=streams)
-        peak = replay(self.graph, baseline(self.graph)).peak
+        peak = unplanned(self.graph).peak
         limit = resolve_budget(self.budget, peak, static=self.graph.static_bytes)
         assert limit is not None
         made = ways.plan(limit)
@@ -366,12 +366,12 @@ def tag(
     outputs: int | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Tags for PyTorch's partitioners on any joint fx graph: see `tightship.integrations.torch_inductor.tag`.
+    """Tags for PyTorch's partitioners on any joint fx graph: see `tightship.integrations.torchtitan.tag`.
 
     ``tag(joint, "6GiB")`` writes a ``CheckpointPolicy`` into each ``node.meta["recompute"]``.
     """
     need_torch("tagging a joint graph")
-    from tightship.integrations.torch_inductor import tag as write
+    from tightship.integrations.torchtitan import tag as write
 
     return write(joint, budget, outputs=outputs, **options)
 

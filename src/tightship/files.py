@@ -10,7 +10,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import IO, Final, TypeAlias
 
 from tightship.errors import BadInput
 
@@ -20,9 +20,13 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
+    "DEFAULT",
     "PathLike",
+    "default_folder",
+    "folder_of",
     "part_of",
     "read_bytes",
+    "read_most",
     "remove_parts",
     "scratch_folder",
     "unreadable",
@@ -31,6 +35,9 @@ __all__ = [
 ]
 
 PathLike: TypeAlias = str | os.PathLike[str]
+
+DEFAULT = "default"
+"""The folder that the user's environment names."""
 
 
 def unreadable(error: Exception, place: str) -> BadInput:
@@ -53,7 +60,7 @@ def read_bytes(path: PathLike, limit: int, what: str = "file") -> bytes:
         size, data = about.st_size, b""
         if size <= limit:
             with open(path, "rb") as file:
-                data = file.read(limit + 1)
+                data = read_most(file, limit, size)
     except (OSError, ValueError) as error:
         raise unreadable(error, name) from error
     if max(size, len(data)) > limit:
@@ -61,6 +68,18 @@ def read_bytes(path: PathLike, limit: int, what: str = "file") -> bytes:
             f"{what} of {max(size, len(data))} bytes is too large: at most {limit} are read", place=name
         )
     return data
+
+
+def read_most(file: IO[bytes], limit: int, size: int) -> bytes:
+    """What is in a file that is said to have ``size`` bytes, and one more byte than ``limit`` at most. Python asks
+    for all the memory that it may need before it reads: what that is follows from the size, not from the limit."""
+    data = file.read(min(size, limit) + 1)
+    while len(data) > size and len(data) <= limit and (more := file.read(min(limit + 1 - len(data), _PIECE))):
+        data += more  # it has grown, or its system does not know its size
+    return data
+
+
+_PIECE: Final = 1 << 20
 
 
 def write_file(path: PathLike, data: bytes) -> None:
@@ -205,3 +224,20 @@ def _lock(handle: int, *, where_there_are_none: bool) -> bool:
     except OSError:
         return where_there_are_none
     return True
+
+
+def default_folder() -> Path | None:
+    """Where the environment variable ``TIGHTSHIP_CACHE`` says (``off``: nowhere, None), else ``tightship`` in the
+    user's cache folder; nowhere where there is no such folder."""
+    chosen = os.environ.get("TIGHTSHIP_CACHE", "")
+    if chosen.lower() == "off":
+        return None
+    try:
+        return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightship")
+    except RuntimeError:  # a user whom the system does not know, without HOME: containers run so
+        return None
+
+
+def folder_of(cache: Path | str | None) -> Path | None:
+    """The folder that a ``cache=`` of the public functions names."""
+    return default_folder() if cache == DEFAULT else None if cache is None else Path(cache)

@@ -191,6 +191,24 @@ def logits_in_parts() -> Any:
         return both(wrap, loss)
 
 
+def loss_in_parts() -> Any:
+    """The loss is handed back as the DTensor that it is in eager; torch.compile's backend gets its gradient so."""
+
+    def trained(how: str) -> list[Any]:
+        m = by_columns(Net(), logits=ColwiseParallel(use_local_output=False))
+        o = adamw(m)
+        run = torch.compile(m, backend="tightship", options={"budget": "100%"}) if how == "compiled" else m
+        step = tightship.fit(m, loss_of, o, batches(1)[0], "static+40%") if how == "fit" else None
+        losses = []
+        for b in batches():
+            losses.append(step(b) if step else eager_step(run, o, b, loss_of))
+        kinds = {type(loss).__name__ for loss in losses}
+        return [[loss.full_tensor().item() for loss in losses], whole(m.state_dict().values()), sorted(kinds)]
+
+    with loss_parallel():
+        return {how: trained(how) for how in ("eager", "fit", "compiled")}
+
+
 def checkpoints() -> Any:
     """What eager saves, ``fit`` loads and goes on with, and the other way round."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

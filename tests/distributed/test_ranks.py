@@ -9,7 +9,7 @@ from tightship.frontends.torch.collectives import messages
 
 TOGETHER = (
     "ddp", "whole_40", "sharded_40", "infeasible", "raising_code", "other_rows", "other_models", "other_parameters",
-    "hand_made", "state_dicts", "refused", "whole_each", "sharded_each", "taught", "seen_by_a_mode",
+    "hand_made", "state_dicts", "refused", "whole_each", "sharded_each", "whole_streamed", "taught", "seen_by_a_mode",
     "failing_op",
 )  # fmt: skip
 
@@ -118,7 +118,19 @@ def test_steps_that_do_not_match_are_refused_before_anything_is_sent(rows: Rows,
     assert "rank 1" in a["text"]
 
 
-@pytest.mark.parametrize("how", ["DTensor", "Adafactor"])
+def test_what_leaves_memory_between_uses_is_told_and_changes_no_bits(rows: Rows) -> None:
+    a, b = rows["whole_streamed"]
+    assert a["plan"] == b["plan"]
+    assert a["parameters"] == b["parameters"]
+    for mine, ddp in zip((a, b), rows["ddp"], strict=True):
+        assert mine["losses"] == ddp["losses"]
+        assert mine["digest"] == ddp["digest"]
+        assert any(note.startswith("streamed: ") for note in mine["notes"])
+        as_planned(mine["measure"])
+        as_planned(mine["kinds"])
+
+
+@pytest.mark.parametrize("how", ["DTensor", "Adafactor", "streamed"])
 def test_what_does_not_go_together_with_shards_is_refused_with_what_to_do(rows: Rows, how: str) -> None:
     for row in rows["refused"]:
         assert row[how]["type"] == "Unsupported"

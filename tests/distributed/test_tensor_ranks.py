@@ -7,7 +7,8 @@ import pytest
 from support.ranks import Rows, as_planned, run
 
 TOGETHER = (
-    "columns", "sequence", "clipped", "accumulated", "later", "logits_in_parts", "checkpoints", "refused",
+    "columns", "sequence", "clipped", "accumulated", "later", "logits_in_parts", "loss_in_parts", "checkpoints",
+    "refused",
 )  # fmt: skip
 
 
@@ -26,6 +27,12 @@ def test_steps_leave_what_eager_leaves_and_measure_what_was_planned(rows: Rows, 
         assert row["fit"]["collectives"] > 3
         assert row["fit"]["recomputed"] > 0
         assert not row["fit"]["captured again"]
+
+
+def test_a_loss_that_is_a_dtensor_is_handed_back_as_one_by_fit_and_backend(rows: Rows) -> None:
+    for row in rows["loss_in_parts"]:
+        assert row["fit"] == row["compiled"] == row["eager"]
+        assert row["eager"][2] == ["DTensor"]
 
 
 def test_gradients_are_added_up_behind_accumulation_and_clipping(rows: Rows) -> None:

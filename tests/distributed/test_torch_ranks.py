@@ -14,7 +14,7 @@ from support.ranks import Rows, as_planned, run
 
 TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
-    "checkpoints", "after_infeasible", "refused",
+    "checkpoints", "after_infeasible", "refused", "compiled",
 )  # fmt: skip
 
 
@@ -63,6 +63,17 @@ def test_a_model_is_taken_again_after_a_budget_that_nothing_meets(rows: Rows) ->
         assert row["no"]["type"] == "Infeasible"
         assert row["losses"] == other["eager"]["losses"][:3]
         assert row["evaluates"]
+
+
+def test_the_backend_counts_buckets_and_says_only_what_it_leaves_out(rows: Rows) -> None:
+    for row in rows["compiled"]:
+        assert row["inside"]["digest"] == row["around"]["digest"] == row["eager"]["digest"]
+        assert row["inside"]["said"] == row["around"]["said"] == []
+        for what in ("planned", "measured"):
+            more = row["inside"][what] - row["alone"][what]
+            assert more == sum(-(-n // 64) * 64 for n in row["inside"]["buckets"])
+        assert row["layers"]["error"]["type"] == "BadInput"
+        assert "tightship.fit" in row["layers"]["error"]["text"]
 
 
 @pytest.mark.parametrize(

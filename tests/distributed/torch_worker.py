@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
 
 import tightship
+from tightship.integrations.torch_compile import Fallback, measured_step
 
 
 class Tied(torch.nn.Module):
@@ -37,6 +40,13 @@ class Tied(torch.nn.Module):
         for layer in (*self.layers, self.layers[0]):
             x = F.gelu(layer(x)) + self.extra[0] * self.extra[1]
         return self.head(x)
+
+
+class Own(torch.nn.Linear):
+    """None of torch's own, which Dynamo compiles with their callers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 def words(count: int = 3) -> list[torch.Tensor]:
@@ -238,6 +248,55 @@ def after_infeasible() -> Any:
     m.train()
     again = tightship.fit(m, loss_of, o, batches()[0], "100%")
     return {"no": no, "losses": losses, "evaluates": same, "again": again(batches()[0]).item()}
+
+
+def compiled() -> Any:
+    """The backend in and around what torch sends with: what is said, and what a whole step takes."""
+    torch._dynamo.config.optimize_ddp = False
+    rows: dict[str, Any] = {}
+    for how in ("alone", "inside", "around", "layers", "eager"):
+        m, given = Tied(), words()
+        o = adamw(m)
+        run: Any = m
+        if how == "layers":
+            m.layers[1] = Own(WIDTH, WIDTH)
+            run, o = sharded(m), adamw(m)
+        buckets = [DistributedDataParallel(m) for _ in range(how in ("around", "eager"))]
+        run = buckets[0] if buckets else run
+        options = {"budget": "100%", "optimizer": o}
+        run = made = torch.compile(run, backend="tightship", options=options) if how != "eager" else run
+        buckets += [DistributedDataParallel(made) for _ in range(how == "inside")]
+        run = buckets[0] if how == "inside" else run
+        steps: list[Any] = []
+
+        def trained(
+            run: Any = run,
+            o: Any = o,
+            made: Any = made,
+            how: str = how,
+            given: Any = given,
+            steps: Any = steps,
+        ) -> None:
+            for b in given:
+                with nullcontext() if how == "eager" else measured_step(made) as bytes_:
+                    word_loss(run, b).backward()
+                    o.step()
+                    o.zero_grad()
+                steps.append(bytes_)
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            rows[how] = {
+                "error": caught(trained),
+                "said": [str(w.message) for w in said if w.category is Fallback],
+            }
+        rows[how]["digest"] = whole(m.state_dict().values())
+        if how not in ("eager", "layers"):
+            rows[how] |= {"planned": steps[-1].planned, "measured": steps[-1].measured}
+        if how == "inside":
+            sizes = buckets[0]._get_ddp_logging_data()["bucket_sizes"]
+            rows[how]["buckets"] = [int(x) for x in str(sizes).split(",")]
+    return rows
 
 
 def refused() -> Any:

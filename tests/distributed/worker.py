@@ -122,8 +122,8 @@ def caught(fn: Callable[[], Any]) -> dict[str, Any]:
 
 
 def replicated(**options: Any) -> Any:
-    m = model()
-    return m, tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=tightship.DataParallel(), **options)
+    m, options = model(), {"parallel": tightship.DataParallel(), **options}
+    return m, tightship.fit(m, loss_of, adamw(m), batches()[0], **options)
 
 
 # --- scenarios ---
@@ -147,6 +147,16 @@ def sharded_100() -> Any:
 
 def sharded_40() -> Any:
     return planned("static+40%", True, verify_every=2)
+
+
+def whole_streamed() -> Any:
+    """Parameters and their state leave memory between uses; a second kind of batch finds them away."""
+    row = planned("45%", False, bucket=0, allow="recompute,stream")
+    m, step = replicated(budget="45%", allow="recompute,stream")
+    for b in (batches()[0], batches(1, 48)[0], batches()[1]):
+        step(b)
+    whole = {n: digest([t]) for n, t in step.state_dict(full=True)["model"].items()}
+    return row | {"kinds": step.measure(), "parameters": [whole[n] for n, _ in m.named_parameters()]}
 
 
 def whole_each() -> Any:
@@ -340,6 +350,8 @@ def refused() -> Any:
     factored = torch.optim.Adafactor(whole.parameters())
     shards = tightship.DataParallel(shard=True)
     rows["Adafactor"] = caught(lambda: tightship.fit(whole, loss_of, factored, batches()[0], parallel=shards))
+    away: dict[str, Any] = {"allow": "recompute,stream", "parallel": shards}
+    rows["streamed"] = caught(lambda: tightship.fit(whole, loss_of, adamw(whole), batches()[0], **away))
     return rows
 
 

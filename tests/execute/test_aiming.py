@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tightship import simulate
 from tightship.execute import aiming
 from tightship.execute.aiming import Aim, Candidate
-from tightship.frontends.torch.capture.fused import fuse_step
+from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.planners import default
 
 

@@ -15,7 +15,7 @@ import tightship
 from support.chains import chain
 from tightship import errors
 from tightship.execute.prepared import Thrashing
-from tightship.frontends.torch.capture.step import StepCapture
+from tightship.frontends.torch.capture.incremental import StepCapture
 from tightship.planners import default, floor
 
 

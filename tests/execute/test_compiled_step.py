@@ -14,7 +14,8 @@ from tightship.execute.allocator import Meter
 from tightship.execute.prepared import Thrashing
 from tightship.frontends.torch import compat_inductor
 from tightship.frontends.torch.capture.flat import viewed
-from tightship.frontends.torch.capture.fused import between_blocks, fuse_step
+from tightship.frontends.torch.capture.fused import between_blocks
+from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.graph import Value
 
 pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
@@ -521,6 +522,45 @@ def test_what_inductor_saves_at_its_budgets_is_saved_in_a_step_with_the_same_num
         again.append(len(names) - len(gm.graph.nodes))
     assert again == sorted(again)
     assert again[-1] > again[0]
+
+
+def test_updates_come_as_soon_as_their_gradients_do_and_after_the_last_read_of_what_they_write_over():
+    gm = make_fx(stepped, tracing_mode="fake")(*inputs())
+    model = fuse_step(gm, 1)
+    made = model.saving(compat_inductor.stock_saved(gm, model.late, 1, 0.0))
+    nodes = list(made.graph.nodes)
+    writes = [n for n in nodes if n.target is torch.ops.aten.copy_.default]
+    assert len(writes) == 4
+    for n in writes:
+        reads = [nodes.index(u) for u in n.args[0].users if u is not n]
+        assert max(reads) < nodes.index(n)
+    products = [k for k, n in enumerate(nodes) if n.target is torch.ops.aten.mm.default]
+    assert (
+        nodes.index(writes[0]) < products[-1] or nodes.index(writes[-1]) < products[-1]
+    )  # not all at the end
+
+
+@pytest.mark.slow
+def test_a_checkpoint_around_each_block_of_a_step_takes_less_than_inductor_does(monkeypatch):
+    found = {}
+
+    class Stop(BaseException):
+        pass
+
+    def choose(self, gm, lower):
+        self.gm, self.lower, self.model = gm, lower, fuse_step(gm, self.outputs)
+        found["stock"] = self.candidate(gm, "Inductor").peak
+        found["blocks"] = self.lowered(self.seed(None), None).peak
+        raise Stop
+
+    monkeypatch.setattr(compiled_step._Compilation, "choose", choose)
+    blocks = [
+        nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Dropout(0.1)) for _ in range(4)
+    ]
+    model = nn.Sequential(*blocks)
+    with pytest.raises(Stop):
+        fit(model, lambda m, x: m(x).square().mean(), sgd(model), torch.randn(256, 16), **OPTIONS)
+    assert found["blocks"] < 0.8 * found["stock"]
 
 
 def test_blocks_of_a_step_are_those_of_the_model(monkeypatch):

@@ -17,7 +17,7 @@ from tightship import Pad
 from tightship.errors import BadInput
 from tightship.execute import cache as cache_module
 from tightship.execute.interpreter import Fallback
-from tightship.frontends.torch.capture.step import StepCapture
+from tightship.frontends.torch.capture.incremental import StepCapture
 from tightship.frontends.torch.structure import padded
 
 FILL = {"input_ids": 0, "attention_mask": 0, "labels": -100}

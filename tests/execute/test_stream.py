@@ -7,6 +7,7 @@ import io
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from tightship.execute.away import Away
 from tightship.execute.fit import fit
 from tightship.execute.host_pool import in_file
 from tightship.graph import aligned
+from tightship.planners.ahead import COPIES
+from tightship.simulate import replay
 from tightship.verify import verify
 
 pytestmark = pytest.mark.skipif(not allocator.available(), reason="no C++ compiler")
@@ -106,6 +109,52 @@ def test_steps_are_those_of_eager_and_take_the_planned_bytes(kept, share):
     twins.same()
     assert verify(twins.step.graph, twins.step.plan) == []
     assert twins.step.measure()["unplanned_peak"] > twins.static
+
+
+class Late:
+    """A pool whose copies are made when they are waited for."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def __getattr__(self, name):
+        return getattr(self.pool, name)
+
+    def read(self, *args):
+        return LateCopy(self.pool.read, args)
+
+    def write(self, *args):
+        return LateCopy(self.pool.write, args)
+
+
+class LateCopy:
+    def __init__(self, begin, args):
+        self.begin, self.args = begin, args
+
+    def result(self):
+        self.begin(*self.args).result()
+
+
+def test_copies_run_beside_ops_and_whoever_needs_them_waits(kept):
+    twins = Twins(kept, 0.5)
+    graph, plan = twins.step.graph, twins.step.plan
+    beside = [i for i, s in enumerate(plan.steps) if s.stream == COPIES]
+    assert {graph.ops[plan.steps[i].op].target for i in beside} == {"tightship.fetch", "tightship.store"}
+    one = [replace(s, stream=0, waits=()) for s in plan.steps]
+    assert plan.time < replay(graph, one).time
+    for away in twins.streams.items.values():
+        away.pool = Late(away.pool)
+    for number in range(3):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
+    waiting = [i for i, s in enumerate(plan.steps) if s.waits and not s.stream]
+    missed = 0  # others wait for what comes later on the same stream
+    for i in waiting:
+        steps = [*plan.steps]
+        steps[i] = replace(steps[i], waits=())
+        missed += "lane" in {v.code for v in verify(graph, replace(plan, steps=tuple(steps)))}
+    assert missed > len(waiting) / 2
 
 
 def test_what_is_away_takes_no_memory(kept):
@@ -738,7 +787,7 @@ def test_a_read_that_fails_names_what_was_read(kept, monkeypatch):
     def broken(self):
         raise self._failed("reading", OSError(5, "Input/output error"))
 
-    monkeypatch.setattr(Away, "fetch", broken)
+    monkeypatch.setattr(Away, "begin_fetch", broken)
     with pytest.raises(OSError, match="reading the streamed parameter"):
         twins.step(twins.batch(0))
     monkeypatch.undo()

@@ -10,8 +10,7 @@ import numpy as np  # noqa: E402
 import tightship  # noqa: E402
 from tightship.errors import BadInput, Infeasible  # noqa: E402
 from tightship.frontends.jax_program import Ops, inlined  # noqa: E402
-from tightship.integrations.jax_fit import FittedStep, _Search  # noqa: E402
-from tightship.integrations.jax_scans import loops_of  # noqa: E402
+from tightship.integrations.jax_fit import FittedStep  # noqa: E402
 
 LAYERS, BATCH, WIDE = 6, 256, 32
 KEY = jax.random.PRNGKey(0)
@@ -299,18 +298,7 @@ def test_modules_of_nnx_are_changed_as_nnx_jit_changes_them(budget, jitted) -> N
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-class TestLoops:
-    def test_what_a_loop_stacks_up_is_planned_from_all_of_it_to_what_an_iteration_begins_with(self) -> None:
-        program = inlined(jax.jit(step_of(in_a_scan)).trace(weights(), X).jaxpr)
-        (loop,) = loops_of(program)
-        sizes = []
-        for share in (1.0, 0.6, 0.3, 0.0):
-            saved = loop.saved(share)
-            stacked = [v for v in saved.values if v not in loop.body.program.inputs[1:]]
-            sizes.append(loop.body.program.nbytes(stacked))
-        assert sizes == sorted(sizes, reverse=True)
-        assert sizes[0] <= loop.most and sizes[-1] == X.nbytes  # of the carry
-
+class TestLevels:
     def test_the_program_is_the_function(self) -> None:
         """Written out again without any repetition, every equation computes what it did."""
         args = weights(), X
@@ -319,6 +307,4 @@ class TestLoops:
         flat = jax.tree.leaves(args)
         expected = jax.tree.leaves(step_of(in_a_row)(*args))
         assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(program.call(flat), expected, strict=True))
-        ops = Ops(program)
-        search = _Search(program, flat, [], 0, None, 0.0)  # type: ignore[arg-type]
-        assert search.flops == sum(op.flops for op in ops.graph.ops) > 0
+        assert sum(e.flops for e in program.equations) == sum(op.flops for op in Ops(program).graph.ops) > 0

@@ -1,22 +1,26 @@
 """Compiled mode: what Inductor makes of a model, within a budget, its peak as planned, its numbers Inductor's."""
 
+import ast
 import copy
 import hashlib
 import importlib
+import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tightship
 from support.compiled import batch, deep, loss_of, zoo
 from tightship import errors, simulate
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
-from tightship.frontends.torch import compat_inductor, compat_inductor_lines
-from tightship.frontends.torch.capture.fused import fuse_step
+from tightship.frontends.torch import compat_inductor, compat_inductor_lines, compat_inductor_partitions
+from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.integrations import torch_inductor
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
@@ -409,6 +413,67 @@ def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeyp
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
+def test_depthwise_convolutions_that_run_again_keep_the_layouts_of_a_backward_pass_without_them(monkeypatch):
+    monkeypatch.setattr(torch_inductor.Aim, "run", lambda self: [])
+    monkeypatch.setattr(torch_inductor, "STOCK", ())
+
+    def block():
+        rows = [
+            nn.Conv2d(32, 32, 7, padding=3, groups=32),
+            nn.Conv2d(32, 64, 1),
+            nn.GELU(),
+            nn.Conv2d(64, 32, 1),
+        ]
+        return nn.Sequential(*rows)
+
+    model, x = nn.Sequential(*(block() for _ in range(4))), torch.randn(4, 32, 8, 8)
+    call = compiled(model, budget="80%", cache=None)
+    got = step(call, model, x)
+    (graph,) = compiled_plans(call)
+    assert graph.plan.source == "each block computed again"
+    assert graph.last.measured_peak == graph.plan.peak <= graph.plan.budget
+    for a, b in zip(got, stock(model, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Attending(nn.Module):
+    """A block of attention without dropout, under a checkpoint or not."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.qkv, self.again = nn.Linear(16, 48), again
+
+    def forward(self, x):
+        return checkpoint(self.attended, x, use_reentrant=False) if self.again else self.attended(x)
+
+    def attended(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:-1], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+def test_attention_under_a_checkpoint_runs_again_and_nothing_is_drawn():
+    peaks = []
+
+    def backend(gm, given):
+        peaks.extend(torch_inductor.stock_peaks(gm, given, [1.0]))
+        return gm.forward
+
+    for again in (False, True):
+        torch._dynamo.reset()
+        model = nn.Sequential(*(Attending(again) for _ in range(3)))
+        torch.compile(model, backend=backend)(torch.randn(4, 64, 16))
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize(("dropout", "drawn"), [(0.0, False), (0.1, True)])
+def test_attention_draws_where_it_drops(dropout, drawn):
+    graph = torch.fx.Graph()
+    q = graph.placeholder("q")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert compat_inductor.draws(graph.call_function(attention, (q, q, q, dropout))) is drawn
+
+
 # --- choices that are kept ---
 
 
@@ -562,12 +627,55 @@ def test_a_hook_that_is_gone_is_named(module, name, monkeypatch):
     *path, last = name.split(".")
     for part in path:
         owner = getattr(owner, part)
+    if not isinstance(owner, type) and hasattr(type(owner), last):
+        owner = type(owner)
     if module.endswith("config"):  # such modules are objects with a table of their entries
         monkeypatch.delitem(owner._config, last)
     else:
         monkeypatch.delattr(owner, last)
     with pytest.raises(errors.Unsupported, match=f"(?s){module}.{name}.*mode=.exact"):
         compat_inductor.require_inductor()
+
+
+def _leaned_on(path):
+    """(module, name) of PyTorch's private interfaces that a file imports, reads of modules it imports, or patches."""
+    return {x for part in ast.parse(path.read_text(encoding="utf-8")).body for x in _leaned_on_by(part)}
+
+
+def _leaned_on_by(part):
+    modules, names = {}, {}
+    nodes = list(ast.walk(part))
+    for node in (n for n in nodes if isinstance(n, ast.ImportFrom) and n.module.startswith("torch._")):
+        for a in node.names:
+            if _is_module(f"{node.module}.{a.name}"):
+                modules[a.asname or a.name] = f"{node.module}.{a.name}"
+            else:
+                names[a.asname or a.name] = node.module
+                yield node.module, a.name
+    for node in nodes:
+        owner = node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
+        if owner in names:
+            yield names[owner], f"{owner}.{node.attr}"
+        if owner in modules and node.attr not in ("patch", "save_config_portable"):
+            yield modules[owner], node.attr
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("config.patch"):
+            owner = modules[ast.unparse(node.func).partition(".")[0]]
+            yield from ((owner, k.arg) for k in node.keywords if k.arg)
+
+
+def _is_module(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(compat_inductor.__file__).parent.glob("compat_inductor*.py")), ids=lambda p: p.stem
+)
+def test_every_private_interface_that_is_leaned_on_is_looked_for(path):
+    listed = {*compat_inductor.HOOKS, *((m, n.partition(".")[0]) for m, n in compat_inductor.HOOKS)}
+    assert not {x for x in _leaned_on(path) if x not in listed}
 
 
 def test_a_hook_that_is_gone_stops_a_compilation_and_nothing_runs_in_its_place(monkeypatch):
@@ -746,7 +854,7 @@ def joint_of(model, x):
     found = []
 
     def keep(joint, inputs, **more):
-        found.append((compat_inductor._copied(joint), more["num_fwd_outputs"]))
+        found.append((compat_inductor_partitions.copied(joint), more["num_fwd_outputs"]))
         return torch._functorch.partitioners.default_partition(joint, inputs, **more)
 
     params = dict(model.named_parameters())
@@ -870,8 +978,8 @@ def test_drawing_twice_is_refused():
         return torch.fx.GraphModule(nn.Module(), g)
 
     with pytest.raises(errors.Unsupported, match="again in the backward pass"):
-        compat_inductor._checked(compat_inductor.Pair(graph(draw=True), graph(draw=True), 1))
-    compat_inductor._checked(compat_inductor.Pair(graph(draw=True), graph(draw=False), 1))
+        compat_inductor_partitions._checked(compat_inductor.Pair(graph(draw=True), graph(draw=True), 1))
+    compat_inductor_partitions._checked(compat_inductor.Pair(graph(draw=True), graph(draw=False), 1))
 
 
 def test_what_is_saved_is_taken_in_the_order_in_which_it_is_handed_over():
@@ -885,9 +993,9 @@ def test_what_is_saved_is_taken_in_the_order_in_which_it_is_handed_over():
         torch.fx.GraphModule(nn.Module(), first), torch.fx.GraphModule(nn.Module(), second), 1
     )
     with pytest.raises(errors.Unsupported, match="in another order"):
-        compat_inductor._checked(pair)
-    compat_inductor._inputs_in_order(pair)
-    compat_inductor._checked(pair)
+        compat_inductor_partitions._checked(pair)
+    compat_inductor_partitions._inputs_in_order(pair)
+    compat_inductor_partitions._checked(pair)
     assert [n.name for n in second.nodes][:3] == ["a", "b", "tangents_1"]
 
 

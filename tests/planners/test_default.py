@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 from typing import Any, get_type_hints
@@ -14,7 +15,7 @@ from support.chains import chain
 from support.strategies import random_graph
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Op
-from tightship.planners import floor
+from tightship.planners import floor, planners
 from tightship.planners.default import Options, PlanOptions, plan, read_options
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import Layout, lay_out, residences
@@ -194,3 +195,25 @@ def test_bytes_lost_to_holes_cost_evictions_and_not_the_plan(
     made = plan(graph, budget, Options(work=3_000_000, seconds=30.0))
     assert verify(graph, made) == [] and made.count("recompute") > 0
     assert made.peak < made.static + made.arena + made.handed <= budget
+
+
+@pytest.mark.parametrize("name", [name for name in planners("evict") if name != "exact"])
+def test_no_planner_copies_more_out_than_the_host_has_room_for(name: str) -> None:
+    """Those that lower their decisions themselves know nothing of the engine's limit."""
+    copied = 0
+    for seed in range(6):
+        graph = random_graph(seed, 5 + seed % 7, mirror=1.0, static_writes=0.0)
+        for budget, host in ((f"static+{p}%", 64 * n) for p in (85, 96) for n in (1, 8)):
+            o = Options(
+                evict=name,
+                seconds=2,
+                work=2_000,
+                allow="recompute,compress,offload",
+                host=host,
+                place=seed % 2 == 0,
+            )
+            with contextlib.suppress(Infeasible):
+                made = plan(graph, budget, o)
+                assert max(made.host, replay(graph, made.steps).host_peak) <= host
+                copied += any(step.kind == "offload" for step in made.steps)
+    assert copied or name != "offload"

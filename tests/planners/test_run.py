@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +93,20 @@ def test_a_decision_that_cannot_be_carried_out_keeps_everything_where_that_is_as
     kept = run.evict(info, problem(graph), 1 << 40, or_keep=True)
     assert kept.decision.valid and not kept.decision.runs
     assert default.plan(graph).peak == kept.timeline.peak
+
+
+def test_what_other_packages_add_is_read_again_only_when_the_import_path_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It takes longer than a small plan."""
+    asked = []
+    known = importlib.metadata.entry_points
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **by: asked.append(by) or known(**by))
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p] + [str(tmp_path)])
+    before = planners()
+    asked.clear()
+    assert all(planners() == before and planners("evict") for _ in range(10))
+    assert not asked
+    (tmp_path / "another.dist-info").mkdir()
+    assert planners() == before
+    assert len(asked) == 1

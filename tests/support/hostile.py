@@ -61,10 +61,9 @@ def changed(kind: str, data: bytes, seed: int, changes: int) -> bytes:
 
 def _json(data: bytes, rng: random.Random) -> bytes:
     try:
-        doc = json.loads(data)
-    except (ValueError, RecursionError):
+        return json.dumps(_changed(json.loads(data), rng)).encode()
+    except (ValueError, RecursionError):  # too deep for what changes it, too
         return _bytes(data, rng)
-    return json.dumps(_changed(doc, rng)).encode()
 
 
 def _changed(doc: Any, rng: random.Random) -> Any:

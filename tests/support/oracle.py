@@ -75,6 +75,7 @@ class _World:
         self.ran: set[int] = set()
         self.peak = self.host_peak = 0
         self.views = _views(g)
+        self.unit = 512 if any(op.device.startswith("cuda") for op in g.ops) else 64
         self.expected = _expected(g, dict(begin), self.term)
 
     def made(self, op: Op) -> list[int]:
@@ -181,7 +182,11 @@ class _World:
         kind, nbytes = {"bits": ("bool", -(-count // 8)), "bf16": ("float32", 2 * count)}.get(
             step.codec, ("", -1)
         )
-        right = count > 0 and {v.dtype for v in values} == {kind} and step.nbytes == -(-nbytes // 64) * 64
+        right = (
+            count > 0
+            and {v.dtype for v in values} == {kind}
+            and step.nbytes == -(-nbytes // self.unit) * self.unit
+        )
         last = self.full[s] == self.expected.end.get(s)
         return right and (self.lossy if step.codec == "bf16" else last)
 

@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
+from tightship.analysis.last_runs import last_run_bound
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import Mask, Rows, edges, once, pairs, reached
 from tightship.graph import Graph, distinct
@@ -126,6 +127,7 @@ class Relaxation:
         }
         self.total = math.fsum(graph.columns.time)
         self.nodes = 2 + len(graph.ops) + 2 * len(graph.storages)
+        self.last_runs: tuple[int, int] | None = None  # as `last_run_bound` found it
 
     @cached_property
     def _backward(self) -> Rows:
@@ -368,18 +370,26 @@ def lower_bound(
     load = relaxed.own.copy()
     _add_stuck(relaxed, load, recompute, deadline)
     moments = None if recompute else Moments(graph)
+    line = unplanned(graph)
+    kept = {s.op: n for s, n in zip(line.steps, line.levels, strict=True) if s.op >= 0}
+    most = int(load.max())
     for k in _few(np.argsort(-load, kind="stable").tolist(), _most(len(load))):
         if deadline.over:
             break
+        if kept[k] < most:  # keeping everything is a plan, too: no bound at this op is above what it needs
+            continue
         if moments is None:
             found = relaxed.least_bytes(relaxed.moment(k), deadline)
         else:
             found = moments.passing(k).bytes
         load[k] = max(int(load[k]), found)
+        most = max(most, int(load[k]))
     best = int(load.argmax())
     end, last = _at_end(relaxed, alone=recompute and not least)
-    bound = Bound(max(int(load[best]), end))
-    bound.op = best if load[best] >= end else last
+    nbytes, op = (int(load[best]), best) if load[best] >= end else (end, last)
+    found, at = last_run_bound(relaxed, nbytes, deadline) if recompute else (nbytes, op)
+    bound = Bound(found)
+    bound.op = at if found > nbytes else op
     return bound
 
 

@@ -1,6 +1,7 @@
 """Which ops must run before which: data, hazards on shared storages, the random chain, effects, control.
 
-`Rows` are such relations as arrays, found once for each graph. `Tables` have what list schedulers ask of a graph,
+`Rows` are such relations as arrays, found once for each graph; `deepest_first` says in which order an op's reads are
+best made. `Tables` have what list schedulers ask of a graph,
 `Ordered` is the answer of a search for an order.
 """
 
@@ -25,6 +26,7 @@ __all__ = [
     "Tables",
     "backward_start",
     "csr",
+    "deepest_first",
     "dependents",
     "edges",
     "is_legal",
@@ -186,3 +188,40 @@ def tables(graph: Graph, waits: Sequence[Sequence[int]] | None = None) -> Tables
         tuple(s in kept for s in range(len(size))),
         sum(size[s] for s in kept - static),
     )
+
+
+def deepest_first(graph: Graph) -> tuple[Rows, Rows]:
+    """What each op reads, and how many writes of it, in the order in which making it again takes the least memory:
+    first that of which the most is needed beyond its own bytes (Sethi and Ullman 1970), where everything of less than
+    half of the largest one's bytes is there."""
+    uses, facts, size = graph.uses, graph.uses.facts, graph.columns.size.tolist()
+    most = [max((size[s] for s in row if uses.definer[s] >= 0), default=0) for row in uses.reads]
+    starts, at = facts.reads[0], np.arange(len(facts.reads[1]))
+    for bits in sorted({n.bit_length() for k, n in enumerate(most) if len(uses.reads[k]) > 1}):
+        rows = _by_need(graph, (1 << bits) // 4)
+        for k, n in enumerate(most):
+            if n.bit_length() == bits and len(rows[k]) > 1:
+                at[starts[k] : starts[k + 1]] = starts[k] + np.array(rows[k])
+    return (starts, facts.reads[1][at]), (facts.needs[0], facts.needs[1][at])
+
+
+def _by_need(graph: Graph, there: int) -> list[list[int]]:
+    """By op, the order of its reads as `deepest_first` has it, storages of fewer bytes than ``there`` being there."""
+    uses, size, beside = graph.uses, graph.columns.size.tolist(), extras(graph).tolist()
+    need = [0] * len(size)  # bytes that making a storage takes, its own among them
+    rows: list[list[int]] = []
+    for k, op in enumerate(graph.ops):
+        reads, made = uses.reads[k], uses.defines[k]
+        rows.append(sorted(range(len(reads)), key=lambda j: size[reads[j]] - need[reads[j]]))
+        held = most = 0
+        for s in (reads[j] for j in rows[-1]):
+            if need[s] and s not in uses.mutates[k]:
+                most = max(most, held + need[s])
+                held += size[s]
+        over = sum({a: size[a] for a, _ in op.overwrites if need[a]}.values())
+        total = sum(size[s] for s in made)
+        most = max(most, held + total + beside[k] - min(over, total))
+        for s in (*made, *uses.mutates[k]):
+            if size[s] >= there and s not in graph.static:
+                need[s] = max(need[s], most)
+    return rows

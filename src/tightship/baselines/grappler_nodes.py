@@ -21,7 +21,7 @@ from tightship.frontends.tensorflow.nodes import Node, Web, from_rows, in_order,
 from tightship.graph import Graph
 from tightship.planners.evict.lowering import Run
 from tightship.planners.evict.problem import EvictionProblem
-from tightship.simulate import baseline, replay
+from tightship.simulate import unplanned
 
 __all__ = [
     "CHEAP",
@@ -302,7 +302,7 @@ class Accumulator:
 def crowded_sums(graph: Graph, web: Web, memory: int) -> list[str]:
     """G6: sums of more than two values where the peak is above `CROWDED` of the memory and at least one of the values
     is alive then. Values of other devices do not count."""
-    line = replay(graph, baseline(graph))
+    line = unplanned(graph)
     if line.peak <= CROWDED * memory:
         return []
     alive = {s for s, size in line.at_peak if size}

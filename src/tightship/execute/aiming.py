@@ -21,7 +21,7 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import default
 
-__all__ = ["STOCK", "Aim", "Candidate", "Model", "source_of"]
+__all__ = ["STOCK", "Aim", "Candidate", "Model", "Seeds", "fastest", "source_of"]
 
 FEW = 5
 """Candidates that are lowered at first, at most: with one lesson that is nearly always enough."""
@@ -63,6 +63,20 @@ class Candidate(Generic[T]):
     seconds: float = 0.0
     share: float | None = None
     plan: Plan | None = None
+
+
+class Seeds(Protocol[T]):
+    """What others would save, as candidates: each ``activation_memory_budget`` of Inductor's, and, for None, what a
+    checkpoint around each block does (``seed`` gives None where there are no blocks). ``seconds``: of what it
+    computes again, modeled; ``least``: bytes that its peak is not below; ``lowered``: the candidate, replayed."""
+
+    def seed(self, share: float | None) -> T | None: ...
+
+    def seconds(self, made: T) -> float: ...
+
+    def least(self, made: T) -> int: ...
+
+    def lowered(self, made: T, share: float | None) -> Candidate[T]: ...
 
 
 class Model(Protocol):
@@ -171,3 +185,36 @@ class Aim(Generic[T]):
                 time_bound=0.0,
             )  # fmt: skip
         return self.candidate(plan), None
+
+
+def fastest(
+    found: Sequence[Candidate[T]], shares: Sequence[float | None], seeds: Seeds[T], budget: int, static: int,
+    aim: Aim[T] | None = None,
+) -> Candidate[T]:  # fmt: skip
+    """The fastest within the budget of what was ``found`` (some of it by ``aim``) and of what others would save:
+    ``shares``, the fastest first. Raises ``Infeasible``."""
+    slack = 0.0 if aim is None else aim.slack
+    best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
+    reached = min(c.needed for c in found)
+    slower = False  # at lower budgets Inductor computes more again
+    for share in shares:
+        if best is not None and best.seconds <= slack:
+            break
+        made = None if slower and share is not None else seeds.seed(share)
+        if made is None:
+            continue
+        seconds = seeds.seconds(made)
+        if best is not None and seconds >= best.seconds - slack:
+            slower = slower or share is not None
+            continue
+        if best is not None and aim is not None and aim.hopeless(seconds):
+            continue
+        if seeds.least(made) > (reached if best is None else budget):
+            continue
+        c = seeds.lowered(made, share)
+        reached = min(reached, c.needed)
+        if c.needed <= budget and (best is None or c.seconds < best.seconds):
+            best = c
+    if best is None:
+        raise Infeasible(budget=budget, lower_bound=static, best_peak=reached, compiled=True)
+    return best

@@ -48,6 +48,7 @@ __all__ = [
     "reserved",
     "settle",
     "suspended",
+    "unplanned",
     "why_not",
 ]
 
@@ -285,6 +286,12 @@ def suspended(kind: str = "cpu") -> Iterator[None]:
         yield
     finally:
         functions.resume()
+
+
+def unplanned(device: str) -> contextlib.AbstractContextManager[None]:
+    """What is asked for inside is no request of the step that runs, if one does."""
+    kind = kind_of(device)
+    return suspended(kind) if loaded(kind) else contextlib.nullcontext()
 
 
 def reserved(kind: str = "cpu") -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput, Unsupported
+from tightship.execute import allocator
 from tightship.execute.host_pool import FilePool, HostPool, in_file, pool_beside
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
@@ -67,6 +68,37 @@ def _away_class(cls: Any) -> Any:
 
 
 _PART = "rows (the update is done in part) of"
+_COPIES = 1
+"""The pool's stream: copies are made in the order in which they begin."""
+
+
+class InFlight:
+    """A copy that ``begin`` begins, with what it works on; ``ended`` is told of its error, and may raise. Without one
+    it is over."""
+
+    def __init__(
+        self, begin: Callable[[], Any] | None = None, ended: Callable[[OSError | None], None] | None = None
+    ) -> None:
+        self._copied: Any = None
+        self._error: OSError | None = None
+        self._ended = ended
+        try:
+            self._copied = begin() if begin is not None else None
+        except OSError as error:
+            self._error = error.with_traceback(None)  # whose frames hold the tensor
+
+    def result(self) -> None:
+        """Waits for it, once."""
+        copied, error, ended = self._copied, self._error, self._ended
+        self._copied = self._error = self._ended = None
+        if ended is None:
+            return
+        try:
+            if copied is not None:
+                copied.result()
+        except OSError as failed:
+            error = failed
+        ended(error)
 
 
 class Away:
@@ -95,26 +127,35 @@ class Away:
 
     def fetch(self) -> torch.Tensor:
         """A tensor with the contents, in memory that is asked for here; without contents if there are none."""
+        made, copied = self.begin_fetch()
+        copied.result()
+        return made
+
+    def begin_fetch(self) -> tuple[torch.Tensor, InFlight]:
+        """`fetch`, whose contents are there when the copy has ended."""
         like = self.like
         made = torch.empty_strided(like.shape, like.stride, dtype=self.dtype, device=self.device)
         if self.rescued is not None:
             made.copy_(self.rescued)
         elif self.there:
-            self.read(made, 0, self.nbytes)
-        return made
+            return made, self.read(made, 0, self.nbytes)
+        return made, InFlight()
 
-    def read(self, made: torch.Tensor, begin: int, size: int, what: str = "") -> None:
-        """``size`` bytes from ``begin`` on into ``made``. Raises ``OSError`` naming it, and ``what`` of it."""
-        assert self.pool is not None
-        try:
-            self.pool.read(0, made.data_ptr(), size, self.offset + begin).result()
-        except OSError as error:
-            raise self._failed(f"reading {what}", error) from error
-        flat = made.view(-1).view(torch.uint8) if self.pieces else made
-        for at, piece in self.pieces.items():
-            low, high = max(at, begin), min(at + len(piece), begin + size)
-            if low < high:
-                flat[low - begin : high - begin] = piece[low - at : high - at]
+    def read(self, made: torch.Tensor, begin: int, size: int, what: str = "") -> InFlight:
+        """Begins to copy ``size`` bytes from ``begin`` on into ``made``. What is given back raises ``OSError`` naming
+        it, and ``what`` of it."""
+        pool = self._in_pool()
+
+        def ended(error: OSError | None) -> None:
+            if error is not None:
+                raise self._failed(f"reading {what}", error) from error
+            flat = made.view(-1).view(torch.uint8) if self.pieces else made
+            for at, piece in self.pieces.items():
+                low, high = max(at, begin), min(at + len(piece), begin + size)
+                if low < high:
+                    flat[low - begin : high - begin] = piece[low - at : high - at]
+
+        return InFlight(lambda: pool.read(_COPIES, made.data_ptr(), size, self.offset + begin), ended)
 
     def mapped(self) -> torch.Tensor:
         """A tensor in the file itself, where there is one: of no bytes in memory. Otherwise as `fetch`."""
@@ -129,28 +170,40 @@ class Away:
         at = self.pool.address(self.offset)
         return at is not None and at == tensor.untyped_storage().data_ptr()
 
-    def write(self, tensor: torch.Tensor) -> None:
-        """Its contents from now on. Raises ``OSError`` naming it; then they stay in memory, and nothing is lost."""
-        assert self.pool is not None
-        try:
-            self.pool.write(0, tensor.data_ptr(), self.nbytes, self.offset).result()
-        except OSError as error:
-            self.rescued, self.there = tensor.detach().clone(), True
-            raise self._failed("writing", error) from error
-        self.rescued, self.there = None, True
-        self.pieces.clear()
+    def write(self, tensor: torch.Tensor) -> InFlight:
+        """Begins to copy its contents from now on. What is given back raises ``OSError`` naming it; then they stay in
+        memory, and nothing is lost."""
+        pool = self._in_pool()
 
-    def write_piece(self, tensor: torch.Tensor, begin: int) -> None:
+        def ended(error: OSError | None) -> None:
+            self.rescued, self.there = None if error is None else self._rescue(tensor), True
+            if error is not None:
+                raise self._failed("writing", error) from error
+            self.pieces.clear()
+
+        return InFlight(lambda: pool.write(_COPIES, tensor.data_ptr(), self.nbytes, self.offset), ended)
+
+    def write_piece(self, tensor: torch.Tensor, begin: int) -> InFlight:
         """As `write`, of the bytes from ``begin`` on."""
-        assert self.pool is not None
+        pool = self._in_pool()
         size = tensor.numel() * tensor.itemsize
-        try:
-            self.pool.write(0, tensor.data_ptr(), size, self.offset + begin).result()
-        except OSError as error:
-            self.pieces[begin], self.there = tensor.detach().clone().view(-1).view(torch.uint8), True
-            raise self._failed(f"writing {_PART}", error, kept=True) from error
-        self.pieces.pop(begin, None)
-        self.there = True
+
+        def ended(error: OSError | None) -> None:
+            self.there = True
+            if error is not None:
+                self.pieces[begin] = self._rescue(tensor).view(-1).view(torch.uint8)
+                raise self._failed(f"writing {_PART}", error, kept=True) from error
+            self.pieces.pop(begin, None)
+
+        return InFlight(lambda: pool.write(_COPIES, tensor.data_ptr(), size, self.offset + begin), ended)
+
+    def _rescue(self, tensor: torch.Tensor) -> torch.Tensor:
+        with allocator.unplanned(str(self.device)):
+            return tensor.detach().clone()
+
+    def _in_pool(self) -> HostPool:
+        assert self.pool is not None
+        return self.pool
 
     def _failed(self, verb: str, error: OSError, *, kept: bool = False) -> OSError:
         said = "; its contents are kept in memory" if kept or self.rescued is not None else ""
@@ -166,7 +219,7 @@ class Away:
             return
         self._check(tensor)
         if not self.at_home(tensor):
-            self.write(tensor)
+            self.write(tensor).result()
         self.take_back()
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -323,6 +376,9 @@ class Fetch:
     def __call__(self) -> torch.Tensor:
         return self.away.fetch()
 
+    def begun(self) -> tuple[torch.Tensor, InFlight]:
+        return self.away.begin_fetch()
+
 
 class Store:
     """Writes a streamed tensor to the pool."""
@@ -331,7 +387,10 @@ class Store:
         self.away = away
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        self.away.write(tensor)
+        self.away.write(tensor).result()
+
+    def begun(self, tensor: torch.Tensor) -> tuple[None, InFlight]:
+        return None, self.away.write(tensor)
 
 
 class FetchPiece:
@@ -341,14 +400,19 @@ class FetchPiece:
         self.away, self.like, self.begin = away, like, begin
 
     def __call__(self) -> torch.Tensor:
+        made, copied = self.begun()
+        copied.result()
+        return made
+
+    def begun(self) -> tuple[torch.Tensor, InFlight]:
         away, like = self.away, self.like
         made = torch.empty_strided(like.shape, like.stride, dtype=away.dtype, device=away.device)
         if away.rescued is not None:
             row = self.begin // (away.nbytes // away.like.shape[0])
             made.copy_(away.rescued[row : row + like.shape[0]])
         elif away.there:
-            away.read(made, self.begin, made.numel() * made.itemsize, _PART)
-        return made
+            return made, away.read(made, self.begin, made.numel() * made.itemsize, _PART)
+        return made, InFlight()
 
 
 class StorePiece:
@@ -358,12 +422,15 @@ class StorePiece:
         self.away, self.begin = away, begin
 
     def __call__(self, tensor: torch.Tensor) -> None:
+        self.begun(tensor)[1].result()
+
+    def begun(self, tensor: torch.Tensor) -> tuple[None, InFlight]:
         away = self.away
-        if away.rescued is not None:  # the pool has not got the rest of it
-            row = self.begin // (away.nbytes // away.like.shape[0])
-            away.rescued[row : row + tensor.shape[0]] = tensor
-        else:
-            away.write_piece(tensor, self.begin)
+        if away.rescued is None:
+            return None, away.write_piece(tensor, self.begin)
+        row = self.begin // (away.nbytes // away.like.shape[0])  # the pool has not got the rest of it
+        away.rescued[row : row + tensor.shape[0]] = tensor
+        return None, InFlight()
 
 
 class Lent(Updater):

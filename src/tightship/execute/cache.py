@@ -25,7 +25,7 @@ import torch
 
 from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, TightshipError
-from tightship.files import remove_parts, write_file
+from tightship.files import DEFAULT, default_folder, folder_of, remove_parts, write_file
 from tightship.frontends.torch.capture.recorder import LOOKS, Look, Looks
 from tightship.graph import MOST_BYTES, Graph
 from tightship.options import filled
@@ -39,6 +39,7 @@ from tightship.units import Budget, parse_budget
 from tightship.verify import check
 
 __all__ = [
+    "DEFAULT",
     "Cache",
     "KeptLooks",
     "KeptPartitions",
@@ -55,9 +56,6 @@ __all__ = [
 
 VERSION = 3
 """Raised when measurements or plans change their meaning."""
-
-DEFAULT = "default"
-"""The folder that the user's environment names."""
 
 MOST_MEASUREMENTS = 50_000
 """Of one machine; the oldest are forgotten."""
@@ -89,23 +87,6 @@ class Measurement(msgspec.Struct, frozen=True, array_like=True):
 class _File(msgspec.Struct):
     machine: str
     entries: dict[str, Measurement]
-
-
-def default_folder() -> Path | None:
-    """Where the environment variable ``TIGHTSHIP_CACHE`` says (``off``: nowhere, None), else ``tightship`` in the
-    user's cache folder; nowhere where there is no such folder."""
-    chosen = os.environ.get("TIGHTSHIP_CACHE", "")
-    if chosen.lower() == "off":
-        return None
-    try:
-        return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightship")
-    except RuntimeError:  # a user whom the system does not know, without HOME: containers run so
-        return None
-
-
-def folder_of(cache: Path | str | None) -> Path | None:
-    """The folder that a ``cache=`` of the public functions names."""
-    return default_folder() if cache == DEFAULT else None if cache is None else Path(cache)
 
 
 @functools.cache

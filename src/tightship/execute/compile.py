@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from tightship.errors import BadInput, Unsupported
-from tightship.execute.away import Lent
+from tightship.execute.away import Fetch, FetchPiece, Lent, Store, StorePiece
 from tightship.execute.codecs import ON_DEVICE
 from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
@@ -48,13 +48,14 @@ class Instruction:
 class Code:
     """Compiled steps. ``initial`` is the environment before a run; inputs go to ``inputs``, results lie in
     ``results`` after it. ``constants`` tells, by op and whether it is a recomputation, from which indices on the
-    constants among a call's arguments lie."""
+    constants among a call's arguments lie; ``copies``, where streamed copies that run beside ops are."""
 
     instructions: list[Instruction] = field(default_factory=list)
     initial: list[Any] = field(default_factory=list)
     inputs: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     constants: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    copies: list[int] = field(default_factory=list)
 
     def change(self, call: Call, op: int, again: bool) -> None:
         """From now on, run ``op`` with the numbers of ``call``, which has the same tensors."""
@@ -179,15 +180,25 @@ class _Compiler:
             self.add(v)
 
     def begun(self, i: int, step: Step, call: Call, made: tuple[int, ...]) -> Action:
-        """A gather that is waited for where a step says so."""
-        if not isinstance(call.fn, Collective) or call.kwargs or len(made) != 1:
-            rule = f"op on stream {step.stream}: all but gathers between ranks run on stream 0"
+        """A gather, or a copy of what streams, that is waited for where a step says so."""
+        fn = call.fn
+        if (
+            not isinstance(fn, Collective | Fetch | FetchPiece | Store | StorePiece)
+            or call.kwargs
+            or len(made) > 1
+        ):
+            rule = f"op on stream {step.stream}: only gathers between ranks and streamed copies may run beside others"
             raise BadInput(rule, place=f"step {i} of the plan")
-        begin, get, (index,) = call.fn.begun, positional(call, self.environment), made
+        begin: Callable[..., tuple[Any, Any]] = fn.begun
+        get = positional(call, self.environment)
         sent = self.transfers.sent(i, step)
+        if not isinstance(fn, Collective):
+            self.code.copies.append(sent)
 
         def run(env: list[Any]) -> None:
-            env[index], waiting = begin(*get(env))
+            result, waiting = begin(*get(env))
+            for index in made:
+                env[index] = result
             env[sent] = (waiting,)
 
         return run

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.aiming import STOCK, Aim, Candidate, source_of
+from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, source_of
 from tightship.execute.binding import Binding
 from tightship.execute.cache import (
     DEFAULT,
@@ -45,7 +45,8 @@ from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat, compat_inductor
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
-from tightship.frontends.torch.capture.fused import FusedStep, between_blocks, fuse_step
+from tightship.frontends.torch.capture.fused import between_blocks
+from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
 from tightship.frontends.torch.compat_inductor import Lowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.updates import Member, Updater, each, independent, state_at
@@ -468,7 +469,7 @@ class _Compilation:
                     check(model.graph, plan)
                     made = model.ordered(plan)
                 else:
-                    made = self._seed(model, row.share)
+                    made = self.seed(row.share)
             if made is None:
                 raise BadInput("a kept choice is Inductor's own, or of a plan")
         except TightshipError as error:
@@ -500,33 +501,29 @@ class _Compilation:
             return self.candidate(model.ordered(plan), "tightship", plan)
 
         aim = Aim(model, self._options, ours, budget, static)
-        found = aim.run()
-        best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
-        for share in (1.0, *STOCK, None):
-            if best is not None and best.seconds <= aim.slack:
-                break
-            made = self._seed(model, share)
-            if made is None:
-                continue
-            seconds = model.recompute_time(made)[1]
-            if best is not None and (seconds >= best.seconds - aim.slack or aim.hopeless(seconds)):
-                continue
-            c = self.candidate(made, source_of(share), share=share)
-            found.append(c)
-            if c.needed <= budget:
-                best = c
-        if best is None:
-            least = min(c.needed for c in [*self.seen.values(), *found])
-            raise Infeasible(budget=budget, lower_bound=static, best_peak=least, compiled=True)
-        return best
+        found = [*aim.run(), *self.seen.values()]
+        return fastest(found, (1.0, *STOCK, None), self, budget, static, aim)
 
-    def _seed(self, model: FusedStep, share: float | None) -> GraphModule | None:
+    # --- what others would save ---
+
+    def seed(self, share: float | None) -> GraphModule | None:
         """What keeps for the backward pass what Inductor would at an ``activation_memory_budget``; for None, what a
         checkpoint around each block does, if there are blocks."""
+        model = self.model
+        assert model is not None
         if share is None:
             saved = between_blocks(self.gm, model.is_late)
             return model.saving(saved) if saved else None
         return model.saving(compat_inductor.stock_saved(self.gm, model.late, model.outputs, share))
+
+    def seconds(self, gm: GraphModule) -> float:
+        return 0.0 if self.model is None else self.model.recompute_time(gm)[1]
+
+    def least(self, _gm: GraphModule) -> int:
+        return 0
+
+    def lowered(self, gm: GraphModule, share: float | None) -> Candidate[GraphModule]:
+        return self.candidate(gm, source_of(share), share=share)
 
 
 _INSTEAD = "call step.prepare(batch): the update is then planned by itself, op by op"

@@ -33,7 +33,7 @@ from tightship.execute.shards import (
     take_over_placed,
 )
 from tightship.frontends.torch import compat, compat_distributed
-from tightship.frontends.torch.capture.step import check_model
+from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import LossFn
@@ -209,10 +209,10 @@ def _check(
             "splitting ops on several ranks", "one rank plans for all, and what was split is not told",
             "leave split out of allow",
         )  # fmt: skip
-    if ranks is not None and settings.stream:
+    if ranks is not None and settings.stream and (parallel is None or parallel.shard):
         raise Unsupported(
-            "streaming on several ranks", "one rank plans for all, and what streams is not told",
-            "leave stream out of allow; parallel=DataParallel(shard=True) divides what is static among ranks",
+            "streaming where ranks have parts of parameters", "what gathers them reads them in memory",
+            "leave stream out of allow, or give DataParallel(shard=False)",
         )  # fmt: skip
     if parallel is not None and parallel.shard:
         _check_elementwise(optimizer)

@@ -12,7 +12,7 @@ import torch
 
 from tightship.execute import allocator
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.capture.step import Ending
+from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.collectives import average_now
 from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.optimizer.updates import each, twin_of

@@ -23,8 +23,9 @@ from tightship.errors import BadInput, Infeasible, TightshipError
 from tightship.execute import profile
 from tightship.execute.compiled_loop import Emulation
 from tightship.execute.eager_peak import Kernels, Timeline
+from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
-from tightship.frontends.torch.capture.step import capture_step, check_model, module_of
+from tightship.frontends.torch.capture.step import capture_step, module_of
 from tightship.frontends.torch.optimizer.updates import as_one
 from tightship.frontends.torch.structure import (
     LossFn,

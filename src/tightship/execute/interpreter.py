@@ -254,7 +254,7 @@ class Executor(NotCopied):
         if not self._verified:
             self._check_inputs(env)
             instructions = [self._checked(i) for i in instructions]
-        with self._freeing(env), self._awaiting_copies(), compat.plain_execution():
+        with self._freeing(env), self._awaiting_copies(env), compat.plain_execution():
             if self.requests is None:
                 for i in instructions:
                     i.run(env)
@@ -371,12 +371,15 @@ class Executor(NotCopied):
         return BudgetExceeded(graph.ops[step.op].name, nbytes, budget, graph.place(step.op))
 
     @contextlib.contextmanager
-    def _awaiting_copies(self) -> Iterator[None]:
+    def _awaiting_copies(self, env: list[Any]) -> Iterator[None]:
         """Waits for every copy before anything is freed: copies know addresses only."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to report
+            for copied in (c for at in self._code.copies for c in env[at] or ()):
+                with contextlib.suppress(OSError):  # the first error is the one to report
+                    copied.result()
+            with contextlib.suppress(OSError):
                 self._drain()
             raise
         self._drain()

@@ -130,6 +130,7 @@ class Variant(NotCopied):
     changes: tuple[Change, ...] = ()
     whole_peak: int = 0  # unplanned, of the step as it was captured, where what is planned is another program
     told: Any = None  # what other ranks were told of it
+    text: str = ""  # that they were told, where something streams
 
     @property
     def unplanned(self) -> int:
@@ -427,9 +428,14 @@ class Prepared(NotCopied, Shown):
             else:
                 found = choose(base)
         except Infeasible as no:
-            if self._with_others:  # splitting and streaming are not for several ranks
+            if self._with_others:  # advice would be tried on one rank
                 raise
             raise no.with_advice((*no.advice, *self._advice_on_ways(captured, base, limit))) from None
+        if streaming is not None and self._with_others:
+            notes = (*found.program.notes, *streaming.notes(found))
+            return replace(
+                found, program=replace(found.program, notes=notes)
+            )  # it begins on all ranks at once
         if streaming is not None:
             found = streaming.begin(found)
             if known != set(self._streams.items):

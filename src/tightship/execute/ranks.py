@@ -27,12 +27,14 @@ from torch import distributed as dist
 from tightship.errors import BadInput, Enough, Infeasible, PeerFailed, TightshipError
 from tightship.frontends.torch import collectives, compat_distributed
 from tightship.frontends.torch.program import Program, Ref
-from tightship.graph import Request
+from tightship.graph import Graph, Request
 from tightship.plan import Plan
 from tightship.process_local import NotCopied
-from tightship.serde import dumps_plan, loads_plan
+from tightship.serde import dumps_graph, dumps_plan, loads_graph, loads_plan
 
 __all__ = [
+    "Given",
+    "Moved",
     "Ranks",
     "Told",
     "check_plans",
@@ -376,12 +378,13 @@ class Told(NamedTuple):
         return Told(ops, tuple(calls), None if plan is None else tuple(plan), tuple(groups))
 
 
-def told_of(captured: Program, plan: Plan | None = None) -> Told:
+def told_of(captured: Program, plan: Plan | None = None, program: Program | None = None) -> Told:
+    """``plan`` is of ``program``, which has other ops than were captured where parameters stream."""
     ops = range(len(captured.calls))
     steps = [] if plan is None else [s.op for s in plan.steps if s.kind in ("compute", "recompute")]
     groups: dict[tuple[int, ...], int] = {}
     calls = _calls(captured, ops, groups)
-    planned = None if plan is None else _calls(captured, steps, groups)
+    planned = None if plan is None else _calls(program or captured, steps, groups)
     return Told(_planned_alike(captured), calls, planned, told_groups(groups))
 
 
@@ -465,12 +468,33 @@ def leader_of(ranks: Ranks, told: Sequence[Any]) -> tuple[int, bool]:
     return (having or alike)[0], len(having) < len(alike)
 
 
-def written(program: Program, plan: Plan) -> str:
+class Moved(NamedTuple):
+    """What of a measured program streams: its input values, and in how many pieces updates run (`Streamed`)."""
+
+    base: Program
+    values: tuple[int, ...]
+    pieces: int
+
+
+class Given(NamedTuple):
+    """A rank's program as another has measured it, and the plan: of the program, or of what it becomes where tensors
+    stream."""
+
+    program: Program
+    plan: Plan
+    moved: Moved | None
+
+
+def written(program: Program, plan: Plan, moved: Moved | None = None) -> str:
     """A plan with the measured graph, for ranks with the same ops."""
-    again = [
-        [k, [[r.size, r.storage, r.start, r.end] for r in row]] for k, row in program.replay_requests.items()
-    ]
-    return json.dumps([dumps_plan(plan, program.graph).decode(), again, program.notes])
+    row = moved and [dumps_graph(moved.base.graph).decode(), _again(moved.base), moved.values, moved.pieces]
+    return json.dumps([dumps_plan(plan, program.graph).decode(), _again(program), program.notes, row])
+
+
+def _again(program: Program) -> list[Any]:
+    """Requests of ops that run again."""
+    rows = program.replay_requests.items()
+    return [[k, [[r.size, r.storage, r.start, r.end] for r in row]] for k, row in rows]
 
 
 _REFUSED: Final = "refused"
@@ -501,12 +525,18 @@ def check_plans(ranks: Ranks, plans: Sequence[str]) -> None:
     raise _marked(Infeasible(**fields, enough=found))
 
 
-def read(captured: Program, text: str) -> tuple[Program, Plan]:
-    """This rank's program as another has measured it, and the plan, which is verified before it runs."""
-    document, again, notes = json.loads(text)
+def read(captured: Program, text: str) -> Given:
+    """What `written` has made, which is verified before it runs."""
+    document, again, notes, row = json.loads(text)
     plan, graph = loads_plan(document.encode(), "the plan of another rank")
     assert graph is not None
+    if row is None:
+        program = replace(_measured_as(captured, graph, again), notes=tuple(notes))
+        return Given(program, replace(plan, digest=program.graph.digest), None)
+    base = _measured_as(captured, loads_graph(row[0].encode(), "the graph of another rank"), row[1])
+    return Given(replace(base, notes=tuple(notes)), plan, Moved(base, tuple(row[2]), row[3]))
+
+
+def _measured_as(captured: Program, graph: Graph, again: Any) -> Program:
     requests = {k: tuple(Request(*r) for r in row) for k, row in again}
-    graph = replace(graph, values=captured.graph.values)
-    program = replace(captured, graph=graph, replay_requests=requests, notes=tuple(notes))
-    return program, replace(plan, digest=graph.digest)
+    return replace(captured, graph=replace(graph, values=captured.graph.values), replay_requests=requests)

@@ -41,6 +41,7 @@ __all__ = [
     "all_streamed",
     "is_about",
     "least_streamed",
+    "moving",
     "streaming_advice",
 ]
 
@@ -82,18 +83,16 @@ class _Rewriting:
         wanted = {(s.role, s.key) for s in streamed.slots}
         self.slots = {values[s.value].storage: s for s in program.slots if (s.role, s.key) in wanted}
         self.storages, self.values = list(program.graph.storages), list(values)
-        self.files: dict[
-            int, tuple[int, int]
-        ] = {}  # of each storage, what lies in the pool: value and storage
+        # what lies in the pool, value and storage, by storage and first row: rows of updates in pieces one by one
+        self.files: dict[int, dict[int, tuple[int, int]]] = {}
         self.bases = list(program.bases)
         self.updated: dict[int, int] = {}  # the value that an update works on
+        self.cut = {k: n for k in range(len(program.graph.ops)) if (n := self.pieces_of(k)) > 1}
+        cut = {s: n for k, n in self.cut.items() for s in program.graph.uses.mutates[k]}
         for s, slot in self.slots.items():
-            kind, name = self.storages[s].kind, self.storages[s].name
-            self.files[s] = len(self.values), len(self.storages)
-            self.add(
-                Value(f"{name}.away", len(self.storages), "uint8", (0,), (1,)),
-                Storage(f"{name}.away", 0, kind),
-            )
+            name = self.storages[s].name
+            rows = _rows(values[slot.value].shape[0], cut[s]) if s in cut else [(0, 0)]
+            self.files[s] = {a: self.add_file(s, f"[{a}:{b}]" if b else "") for a, b in rows}
             self.updated[s] = slot.value
             if slot.role == "parameter" and program.graph.uses.writers[s]:
                 self.updated[s], own = len(self.values), f"{name}.updated"
@@ -110,11 +109,16 @@ class _Rewriting:
         self.values.append(value)
         self.storages.append(storage)
 
+    def add_file(self, s: int, rows: str) -> tuple[int, int]:
+        made = len(self.values), len(self.storages)
+        name = f"{self.storages[s].name}{rows}.away"
+        self.add(Value(name, made[1], "uint8", (0,), (1,)), Storage(name, 0, self.storages[s].kind))
+        return made
+
     def run(self) -> Program:
-        graph, program = self.graph, self.program
+        graph, program, cut = self.graph, self.program, self.cut
         uses = graph.uses
         fetched: set[int] = set()
-        cut = {k: n for k in range(len(graph.ops)) if (n := self.pieces_of(k)) > 1}
         for k in sink.plan(
             graph
         ):  # updates at their gradients: what is in a chain with a fetch does not move there
@@ -135,7 +139,7 @@ class _Rewriting:
             self.put(self.updating(replace(op, control=control), writes), self.lent(program.calls[k]), k)
             for s in writes:
                 self.store(s)
-        files = tuple(v for v, _ in self.files.values())
+        files = tuple(v for rows in self.files.values() for v, _ in rows.values())
         made = replace(
             graph, ops=tuple(self.ops), values=tuple(self.values), storages=tuple(self.storages),
             inputs=(*self.inputs, *files),
@@ -171,14 +175,14 @@ class _Rewriting:
         if base != self.slots[s].value:
             views = []
         op = Op(
-            f"fetch {self.storages[s].name}", FETCH, (self.files[s][0],), (base, *views),
+            f"fetch {self.storages[s].name}", FETCH, tuple(v for v, _ in self.files[s].values()), (base, *views),
             time=graph.machine.seconds("fetch", size), requests=(Request(size, 0, 0, -1),), device=self.device,
         )  # fmt: skip
         self.put(op, Call(self.functions(s)[0], (), {}, (base,)), -1)
 
     def store(self, s: int) -> None:
         base, size = self.updated[s], self.storages[s].size
-        value, storage = self.files[s]
+        ((value, storage),) = self.files[s].values()
         op = Op(
             f"store {self.storages[s].name}", STORE, (base, value), mutates=(storage,), phase="update",
             time=self.graph.machine.seconds("offload", size), device=self.device,
@@ -252,14 +256,14 @@ class _Rewriting:
         self.add(value, replace(storage, name=name, size=size))
         time = self.graph.machine.seconds("fetch", size)
         op = Op(
-            f"fetch {name}", FETCH, (self.files[s][0],), (made,), phase="update", time=time,
+            f"fetch {name}", FETCH, (self.files[s][a][0],), (made,), phase="update", time=time,
             requests=(Request(size, 0, 0, -1),), device=self.device,
         )  # fmt: skip
         self.put(op, Call(FetchPiece(self.functions(s)[0].away, value, a * each), (), {}, (made,)), -1)
         return made
 
     def store_rows(self, s: int, made: int, a: int) -> None:
-        value, storage = self.files[s]
+        value, storage = self.files[s][a]
         size = self.storages[self.values[made].storage].size
         op = Op(
             f"store {self.values[made].name}", STORE, (made, value), mutates=(storage,), phase="update",
@@ -447,12 +451,7 @@ class Streaming:
         last = choice.changes[-1]
         assert isinstance(last, Streamed)
         assert self.streams is not None
-        graph, streams = base.graph, self.streams
-        values = graph.values
-        streams.add([(s, values[s.value]) for s in last.slots if (s.role, s.key) not in streams.items])
-        items = {k: streams.items[k] for k in last.fetches}
-        moving = {k: (Fetch(a), Store(a)) for k, a in items.items()}
-        streamed = Streamed(last.slots, streams, moving, last.pieces)
+        streamed = moving(base, last.slots, last.pieces, self.streams)
         made = streamed.apply(base)
         notes = (*made.notes, *self.notes(choice))
         if shared := self._candidates(base)[2]:
@@ -525,6 +524,14 @@ class Streaming:
     def _bound(self, program: Program) -> int:
         away = dict.fromkeys(range(len(program.graph.storages)), 0) if self.moves else None
         return int(lower_bound(program.graph, least=away))
+
+
+def moving(base: Program, slots: Sequence[Slot], pieces: int, streams: Streams) -> Streamed:
+    """What moves the bytes of these inputs of a measured program, which stream from now on."""
+    values = base.graph.values
+    streams.add([(s, values[s.value]) for s in slots if (s.role, s.key) not in streams.items])
+    items = {(s.role, s.key): streams.items[s.role, s.key] for s in slots}
+    return Streamed(tuple(slots), streams, {k: (Fetch(a), Store(a)) for k, a in items.items()}, pieces)
 
 
 def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:

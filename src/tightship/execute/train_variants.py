@@ -27,6 +27,8 @@ from tightship.execute.prepared import (
     within_unplanned,
 )
 from tightship.execute.ranks import (
+    Given,
+    Moved,
     Ranks,
     Told,
     check_plans,
@@ -37,15 +39,13 @@ from tightship.execute.ranks import (
     told_of,
     written,
 )
+from tightship.execute.split import Choice
+from tightship.execute.stream import Streamed, moving
 from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch.capture.checks import DATA_PARALLEL, check_hooks, check_model
+from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.capture.state_restore import untouched
-from tightship.frontends.torch.capture.step import (
-    DATA_PARALLEL,
-    Ending,
-    capture_update,
-    check_hooks,
-    check_model,
-)
+from tightship.frontends.torch.capture.step import capture_update
 from tightship.frontends.torch.optimizer.updates import SeveralUpdates, Updates, updaters
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
@@ -335,6 +335,7 @@ class TrainVariants(Prepared):
 
         def limit() -> int | None:
             if leads and known is None:
+                self._bring_back()  # ops are measured on copies of it
                 if ending.part:
                     self._resolve_for_parts(captured)
                 self._resolve_limit(self._measured(captured)[0].graph)
@@ -347,10 +348,10 @@ class TrainVariants(Prepared):
             if not leads:
                 return ""
             if known is not None:
-                return written(known.program, known.executor.plan)
+                return known.text or written(known.program, known.executor.plan)
             try:
                 found = self._planned(captured, 0)
-                return written(found.program, found.plan)
+                return written(found.program, found.plan, self._moved(captured, found))
             except Infeasible as no:
                 return refusal(no)
 
@@ -361,10 +362,15 @@ class TrainVariants(Prepared):
         def bound() -> Variant:
             if known is not None:
                 return known
-            program, plan = read(captured, plans[leader])
+            given = read(captured, plans[leader])
+            program, plan, changes = given.program, given.plan, self._stream_as(given)
+            if changes:
+                program = replace(changes[0].apply(program), notes=program.notes)
+                plan = replace(plan, digest=program.graph.digest)
             self._looks.keep()
             variant = self._bound(captured, program, plan, self._modes_of(ending), part=ending.part)
-            variant.told = told_of(captured, plan)
+            variant.changes, variant.text = changes, plans[leader] if changes else ""
+            variant.told = told_of(captured, plan, program)
             self._variants.insert(0, variant)
             self._use(variant)
             return variant
@@ -372,6 +378,27 @@ class TrainVariants(Prepared):
         variant, now = ranks.agreed("verifying the plan and reserving memory", bound, lambda v: v.told)
         check_sequences(ranks, now)
         return variant
+
+    def _moved(self, captured: Program, found: Choice) -> Moved | None:
+        """What streams by a plan that has not begun."""
+        if not found.changes:
+            return None
+        (streamed,) = found.changes
+        assert isinstance(streamed, Streamed)
+        values = tuple(slot.value for slot in streamed.slots)
+        return Moved(self._measured(captured)[0], values, streamed.pieces)
+
+    def _stream_as(self, given: Given) -> tuple[Streamed, ...]:
+        """From here on what a plan says streams."""
+        if given.moved is None:
+            return ()
+        known, by_value = set(self._streams.items), {slot.value: slot for slot in given.program.slots}
+        slots = [by_value[v] for v in given.moved.values]
+        streamed = moving(given.program, slots, given.moved.pieces, self._streams)
+        if known != set(self._streams.items):
+            self._variants.clear()  # they have in memory what streams from now on
+        self._put_away()
+        return (streamed,)
 
     def _variant_of_same_ops(self, asked: Asked, fitting: list[Variant]) -> Variant | None:
         """The variant whose ops are those of the program but for numbers, with the numbers of the program."""

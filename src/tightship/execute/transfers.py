@@ -3,7 +3,6 @@ random states from which ops are recomputed."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -122,18 +121,13 @@ class Transfers:
             nonlocal unchecked
             full = _flat(env[base], dtype, count)
             if unchecked:
-                with self.unplanned():
+                with allocator.unplanned(device):
                     codecs.check(codec, full, name)
                 unchecked = False
             packed = env[index] = torch.empty(nbytes, dtype=torch.uint8, device=device)
             codecs.compress(codec, full, packed, name)
 
         return run
-
-    def unplanned(self) -> contextlib.AbstractContextManager[None]:
-        """What is asked for inside is no request of the step."""
-        kind = allocator.kind_of(self.device)
-        return allocator.suspended(kind) if allocator.loaded(kind) else contextlib.nullcontext()
 
     def _decompress(self, s: int) -> Action:
         index, codec = self.packed[s]

@@ -1,29 +1,31 @@
 """A traced JAX function as equations in a row, as a Graph of what XLA would fuse, and as a function again.
 
-Calls (`jit`, `custom_jvp`, `closed_call`, checkpoints of a forward pass) are inlined; loops, branches, shard maps and
-checkpoints of a backward pass are one equation each. An op of the graph is what XLA's fusion would make one kernel
-of: an equation, the element-wise ones that only it reads, and the shapes and broadcasts it reads, which cost nothing.
-Times are modeled: floating-point operations of contractions and convolutions, bytes of all else.
+Calls (`jit`, `custom_jvp`, `closed_call`, checkpoints) are inlined; loops, branches and shard maps are one equation
+each. What a checkpoint of a backward pass makes again is merged with the first time (`merged`), so that a plan decides
+anew. An op of the graph is what XLA's fusion would make one kernel of: an equation, the element-wise ones that only it
+reads, and the shapes and broadcasts it reads, which cost nothing. Times are modeled: floating-point operations of
+contractions and convolutions, bytes of all else.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core, source_info_util
 
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, called, flops_of, source_of
 from tightship.graph import Graph, Op
 
-__all__ = ["Equation", "Ops", "Program", "array_of", "inlined", "late", "on_values"]
+__all__ = ["Equation", "Ops", "Program", "array_of", "inlined", "late", "merged", "on_values"]
 
 _CALLS = (
     "jit",
@@ -33,6 +35,9 @@ _CALLS = (
     "custom_jvp_call",
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
+    "remat2",
+    "checkpoint",
+    "remat",
 )
 _ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy "
@@ -48,7 +53,8 @@ _FREE = frozenset("broadcast_in_dim expand_dims iota reshape squeeze stop_gradie
 class Equation:
     """A primitive, bound to values of the program: numbers, or literals as JAX has them. ``instead``: what computes
     it where it was rewritten, with ``more`` floating-point operations than ``made`` says. ``once``: it is not run
-    again, however much that would save."""
+    again, however much that would save. ``remat``: a checkpoint of the backward pass has it. ``inner``: bytes that it
+    takes while it runs, beyond its results."""
 
     made: Any
     inputs: tuple[Any, ...]
@@ -57,6 +63,8 @@ class Equation:
     instead: Callable[[Sequence[Any]], list[Any]] | None = None
     more: int = 0
     once: bool = False
+    remat: bool = False
+    inner: int = 0
 
     @property
     def name(self) -> str:
@@ -113,14 +121,26 @@ class Program:
             )
         return [known[x] if isinstance(x, int) else array_of(x) for x in self.outputs]
 
+    def constant(self, aval: Any, content: Any) -> int:
+        """The value of a constant, one for each array."""
+        held = next((v for v, x in self.constants.items() if x is content), None)
+        if held is None:
+            held = self.value(aval)
+            self.constants[held] = content
+        return held
+
     def run(
-        self, jaxpr: Any, constants: Sequence[Any], args: Sequence[Any], backward: bool = False
+        self,
+        jaxpr: Any,
+        constants: Sequence[Any],
+        args: Sequence[Any],
+        backward: bool = False,
+        remat: bool = False,
     ) -> list[Any]:
         """The equations of ``jaxpr`` on values of this program; its outputs."""
         known: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         for var, content in zip(jaxpr.constvars, constants, strict=True):
-            known[var] = self.value(var.aval)
-            self.constants[known[var]] = content
+            known[var] = self.constant(var.aval, content)
 
         def read(x: Any) -> Any:
             return x if isinstance(x, core.Literal) else known[x]
@@ -130,10 +150,12 @@ class Program:
             behind = backward or "transpose" in str(e.source_info.name_stack)
             inner = _inlines(e)
             if inner is not None:
-                made = self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given, behind)
+                again = remat or bool(e.params.get("differentiated"))
+                open_, closed_over = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+                made = self.run(open_, closed_over, given, behind or again, again)
             else:
                 made = [self.value(x.aval) for x in e.outvars]
-                self.equations.append(Equation(e, given, tuple(made), behind))
+                self.equations.append(Equation(e, given, tuple(made), behind, remat=remat))
             known |= zip(e.outvars, made, strict=True)
         return [read(x) for x in jaxpr.outvars]
 
@@ -144,20 +166,100 @@ def array_of(literal: Any) -> Any:
 
 
 def inlined(closed: Any) -> Program:
-    """The program of a closed jaxpr, such as ``jax.jit(f).trace(…).jaxpr``."""
+    """The program of a jaxpr, such as ``jax.jit(f).trace(…).jaxpr``, its checkpoints merged."""
+    jaxpr, constants = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     made = Program()
-    made.inputs = [made.value(x.aval) for x in closed.jaxpr.invars]
-    made.outputs = made.run(closed.jaxpr, closed.consts, made.inputs)
-    return made
+    made.inputs = [made.value(x.aval) for x in jaxpr.invars]
+    made.outputs = made.run(jaxpr, constants, made.inputs)
+    return merged(made)
+
+
+def merged(
+    program: Program, around: Iterable[Equation] = (), there: Sequence[tuple[Any, int]] = ()
+) -> Program:
+    """The program without equations of checkpoints whose results another one has made before: what the user's
+    checkpoints drop and make again is there once, and which of it is kept is the planner's to say. ``around``:
+    equations outside of it; ``there``: pairs of a value outside or a literal and the program's own for it."""
+    names = {e.name for e in program.equations if e.remat and not e.made.effects}
+    if not names:
+        return program
+    numbers = _Numbers(there)
+    for e in around:
+        numbers.of(e, names, outside=True)
+    same: dict[int, int] = {}
+    equations = []
+    for e in program.equations:
+        found = numbers.of(e, names)
+        if e.remat and found is not None:
+            if all(n in numbers.value for n in found):
+                same |= zip(e.outputs, (numbers.value[n] for n in found), strict=True)
+                continue
+            numbers.value |= zip(found, e.outputs, strict=True)
+        equations.append(
+            replace(e, inputs=tuple(same.get(x, x) if isinstance(x, int) else x for x in e.inputs))
+        )
+    outputs = [same.get(x, x) if isinstance(x, int) else x for x in program.outputs]
+    needed = {x for x in outputs if isinstance(x, int)}
+    live = []
+    for e in reversed(equations):
+        if not e.remat or e.made.effects or not needed.isdisjoint(e.outputs):
+            live.append(e)
+            needed.update(e.read)
+    return replace(program, equations=live[::-1], outputs=outputs)
+
+
+class _Numbers:
+    """Value numbering: values that are computed alike have one number. ``value``: a value of the program for a
+    number; numbers of values outside are negative, literals are their own."""
+
+    def __init__(self, there: Sequence[tuple[Any, int]]) -> None:
+        self.there = {x: v for x, v in there if isinstance(x, int)}
+        self.number: dict[int, Any] = {v: _operand(x) for x, v in there if not isinstance(x, int)}
+        self.value: dict[Any, int] = {n: v for v, n in self.number.items()}
+        self.seen: dict[Hashable, tuple[Any, ...]] = {}
+
+    def _inside(self, v: int) -> Any:
+        if v not in self.number:
+            self.number[v] = v
+            self.value[v] = v
+        return self.number[v]
+
+    def of(self, e: Equation, names: set[str], *, outside: bool = False) -> tuple[Any, ...] | None:
+        """The numbers of an equation's results, if another one has them already."""
+        number = (lambda v: self.there.get(v, -1 - v)) if outside else self._inside
+        if e.name not in names or e.made.effects or e.instead is not None:
+            return None
+        inputs = tuple(number(x) if isinstance(x, int) else _operand(x) for x in e.inputs)
+        key = (e.name, inputs, *_parameters(e.made.params))
+        if key in self.seen and not outside:
+            self.number |= zip(e.outputs, self.seen[key], strict=True)
+            return self.seen[key]
+        self.seen.setdefault(key, tuple(map(number, e.outputs)))
+        return None
+
+
+def _operand(literal: Any) -> Hashable:
+    return str(literal.aval), np.asarray(literal.val).tobytes()
+
+
+def _parameters(params: Mapping[str, Any]) -> Iterator[Hashable]:
+    """Parameters of an equation, equal where they mean the same: jaxprs by their text and their constants."""
+    for name in sorted(params):
+        held = params[name]
+        rows = held if isinstance(held, (tuple, list)) else (held,)
+        if any(hasattr(getattr(x, "jaxpr", x), "eqns") for x in rows):
+            yield name, tuple((str(x), tuple(map(id, getattr(x, "consts", ())))) for x in rows)
+            continue
+        try:
+            hash(held)
+        except TypeError:
+            held = repr(held)
+        yield name, held
 
 
 def _inlines(e: Any) -> Any:
-    """The jaxpr of a call that means the same written out: a call that shards its arguments does not, and a
-    checkpoint's recomputation would be merged with the forward pass."""
-    name = e.primitive.name
-    if name not in _CALLS and not (
-        name in ("remat2", "checkpoint", "remat") and not e.params.get("differentiated")
-    ):
+    """The jaxpr of a call that means the same written out: a call that shards its arguments does not."""
+    if e.primitive.name not in _CALLS:
         return None
     if any(
         "Unspecified" not in type(s).__name__
@@ -205,6 +307,7 @@ class Ops:
             Op(
                 self.builder.op_name(e.name), e.name, tuple(self.home[v] for v in reads),
                 tuple(self.home[v] for v in e.outputs), time=max(flops / FLOPS, moved / BYTES), flops=flops,
+                workspace=e.inner,
                 effect=bool(e.made.effects) or e.once,
                 phase="backward" if e.backward else "forward", source=source_of(e.made),
             )
@@ -287,14 +390,22 @@ def _through(
 # --- a function again ---
 
 
-def on_values(ops: Ops, steps: Sequence[tuple[bool, int]], hold: str) -> Callable[..., list[Any]]:
-    """A function of the program's inputs that runs ``steps``: (whether it is done again, op). What is done again
-    reads its operands through `late`, by ``hold``, so that XLA neither merges it with the first time nor runs it
-    before its turn."""
+def on_values(
+    ops: Ops,
+    steps: Sequence[tuple[bool, int]],
+    hold: str,
+    inputs: Sequence[int] | None = None,
+    outputs: Sequence[Any] | None = None,
+) -> Callable[..., list[Any]]:
+    """A function of ``inputs`` (the program's) that runs ``steps``: (whether it is done again, op), and returns
+    ``outputs`` (the program's). What is done again reads its operands through `late`, by ``hold``, so that XLA neither
+    merges it with the first time nor runs it before its turn."""
     program = ops.program
+    given = program.inputs if inputs is None else inputs
+    wanted = program.outputs if outputs is None else outputs
 
     def run(*args: Any) -> list[Any]:
-        known = dict(program.constants) | dict(zip(program.inputs, args, strict=True))
+        known = dict(program.constants) | dict(zip(given, args, strict=True))
         before: dict[
             int, None
         ] = {}  # what is computed before the next repetition, and read by nothing before it
@@ -317,7 +428,7 @@ def on_values(ops: Ops, steps: Sequence[tuple[bool, int]], hold: str) -> Callabl
                 local |= made
                 known |= made
             at = end
-        return [known[x] if isinstance(x, int) else array_of(x) for x in program.outputs]
+        return [known[x] if isinstance(x, int) else array_of(x) for x in wanted]
 
     return run
 

@@ -17,7 +17,8 @@ import torch
 
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
-from tightship.frontends.torch import compat, compat_compile
+from tightship.frontends.torch import compat, compat_compile, compat_distributed
+from tightship.frontends.torch.compat_distributed import Buckets
 from tightship.frontends.torch.optimizer.copy import copied, stepped
 from tightship.frontends.torch.optimizer.updates import independent
 from tightship.graph import aligned, alignment_of
@@ -47,8 +48,14 @@ class StepMemory:
     name: str
 
     def existing_gradients(self) -> int:
-        """Bytes of the gradients that are there now."""
+        """Bytes of the gradients that are there now, but those in buckets."""
+        if not self.gradients:
+            return 0
         return sum(_bytes(p.grad) for p in _trained(self.optimizers) if p.grad is not None)
+
+    def in_parts(self) -> bool:
+        """Whether a parameter is a DTensor, of which this rank has a part."""
+        return any(compat_distributed.is_distributed(type(p.data)) for p in _trained(self.optimizers))
 
     def existing_state(self) -> int:
         """Bytes of the state that is there now."""
@@ -232,6 +239,7 @@ class Ledger:
     _training: _Share = field(default_factory=_Share)
     _evaluation: _Share = field(default_factory=_Share)
     _settled: bool = False
+    _buckets: int = 0
     _most: int = 0  # bytes in use since `begin_step`, gradients included that were there already
 
     def __post_init__(self) -> None:
@@ -263,6 +271,18 @@ class Ledger:
                 budget=limit, lower_bound=need, best_peak=need, at="a pass with gradients of an earlier one",
                 top=[("gradients that are there already", there, "")], advice=(_ACCUMULATE,),
             )  # fmt: skip
+
+    def sends(self, found: Buckets | None) -> None:
+        """Buckets of DistributedDataParallel are there all along, beside gradients or with these inside: counted from
+        here on."""
+        if self.step is None or found is None or self._buckets:
+            return
+        self._buckets = sum(map(aligned, found.sizes))
+        first, gradients = self.entries[_OPTIMIZER], self.step.gradients
+        inside = found.views and self.accumulate
+        self.entries[_OPTIMIZER] = replace(first, static=first.static + self._buckets - inside * gradients)
+        if found.views:
+            self.step = replace(self.step, gradients=0)
 
     def accumulates(self) -> None:
         """Gradients are there while graphs run: all of them are counted from here on."""
@@ -373,6 +393,7 @@ class Ledger:
         rows = [
             (f"what {step.name} makes in its step", step.workspace), ("gradients", step.gradients),
             (f"state of {step.name}", state), ("parameters", parameters),
+            ("buckets of DistributedDataParallel", self._buckets),
             ("results that the caller still has", max(e.results for e in self.entries.values())),
             ("buffers and batch", sum(e.static for f, e in self.entries.items() if f != _OPTIMIZER)),
         ]  # fmt: skip
@@ -386,7 +407,10 @@ class Ledger:
         if self.step is None or self.limit is None:
             return ""
         step, name = self.step, self.step.name
-        rows = [(f"state of {name}", step.state), ("gradients", step.gradients if self.accumulate else 0)]
+        rows = [
+            (f"state of {name}", step.state), ("gradients", step.gradients if self.accumulate else 0),
+            ("buckets of DistributedDataParallel", self._buckets),
+        ]  # fmt: skip
         text = ", ".join(f"{n} {format_bytes(b)}" for n, b in rows if b)
         return (
             f"of the whole step's budget of {format_bytes(self.limit)} the graph has what is left: {text}"

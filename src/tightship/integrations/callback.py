@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from tightship.errors import BadInput
+from tightship.frontends.torch import compat_compile
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, compiled_session
 from tightship.integrations.torch_partition import BackendOptions, read_options
 from tightship.units import format_bytes
@@ -40,6 +41,7 @@ class CompileCallback:
         self.plans: tuple[Any, ...] = ()
         self.notes: tuple[str, ...] = ()
         self._model: Any = None
+        self._cut: Any = None  # what Dynamo did before with a model in DistributedDataParallel
         self._session: Any = None  # kept, and with it what a percentage came to
         read_options(self.options)  # before anything is loaded
 
@@ -55,6 +57,7 @@ class CompileCallback:
         self._model = model
         plain = [_unwrapped(o) for o in optimizers if o is not None]
         counted = {"optimizer": plain or None, "accumulate": accumulate}
+        self._cut = compat_compile.cut_at_buckets(False)
         model.compile(backend="tightship", options={**counted, **self.options})
 
     def look(self) -> None:
@@ -86,6 +89,7 @@ class CompileCallback:
             return
         self.look()
         self._model._compiled_call_impl = None
+        compat_compile.cut_at_buckets(self._cut)
         self._model = None
         for text in (*map(_peaks, self.plans), *self.notes):
             _LOG.info("%s", text)

@@ -11,60 +11,48 @@ What is above the budget is planned again for less, until it is within it, or `I
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import inspect
+import math
+import os
+import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from tightship.errors import BadInput, Infeasible, Unsupported
-from tightship.frontends.jax_program import Ops, Program, inlined, on_values
-from tightship.integrations.jax_scans import loops_of, with_bodies, with_saved
+from tightship.files import DEFAULT, folder_of, write_file
+from tightship.frontends.jax_program import inlined
+from tightship.frontends.jaxpr import flops_of
+from tightship.integrations.jax_search import Level, Memory, Search, compile_for, memory_of, operations_of
 from tightship.planners import default
-from tightship.simulate import baseline, replay
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
 __all__ = ["Fit", "FittedStep", "Memory", "fit"]
 
-_MEMORY_FIRST = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-"""XLA's order for CPUs is one for concurrency by default, in which what is recomputed runs as early as it can."""
 _PLACE = "tightship.jax.fit"
-_TRIES = 8
-_NEAR = 0.97
-"""A plan that needs at least this part of the budget's temporaries is not improved upon."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of a compiled program on one device, by XLA's analysis (`memory_analysis`): what the caller gives, what
-    it gets, how much of that lies in what was given (donated), and temporaries."""
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-
-    @property
-    def static(self) -> int:
-        """What is there whatever is planned."""
-        return self.arguments + self.outputs - self.aliased
-
-    @property
-    def total(self) -> int:
-        return self.static + self.temporaries
+_KEPT = 500
+"""Plans that are kept on disk; those not read for longest are removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """What was planned for one kind of arguments, and what XLA says of it. ``before``: of the step as it was given.
-    ``repeated``: equations that run again; ``extra_flops`` is their part of the step's modeled operations.
-    ``tried``: total bytes of each program that was compiled; ``seconds`` of planning and compiling."""
+    ``repeated``: equations that run again; ``extra_flops``: modeled operations over the step's, less than 0 where the
+    step's own checkpoints make more again than need be. ``operations``: XLA's own count, with the body of a loop once,
+    and ``operations_before`` that of the step as it was given. ``tried``: total bytes of each program that was
+    compiled (none for a plan that was kept); ``seconds`` of the processor for planning and compiling."""
 
     budget: int
     memory: Memory
@@ -73,6 +61,8 @@ class Fit:
     extra_flops: float
     tried: tuple[int, ...]
     seconds: float
+    operations: float = 0.0
+    operations_before: float = 0.0
 
     def __str__(self) -> str:
         m, b = self.memory, self.before
@@ -80,7 +70,7 @@ class Fit:
             f"{format_bytes(m.total)} within {format_bytes(self.budget)}: arguments and results "
             f"{format_bytes(m.static)}, temporaries {format_bytes(m.temporaries)} "
             f"({format_bytes(b.temporaries)} before); "
-            f"{self.repeated} operations run again, +{self.extra_flops:.1%} FLOPs"
+            f"{self.repeated} operations run again, {self.extra_flops:+.1%} FLOPs"
         )
 
 
@@ -144,9 +134,15 @@ class FittedStep:
     """The step within its budget: call it as the step. ``fits`` has what was planned for each kind of arguments."""
 
     def __init__(
-        self, step: Callable[..., Any], budget: BudgetLike, seconds: float, jit: dict[str, Any]
+        self,
+        step: Callable[..., Any],
+        budget: BudgetLike,
+        seconds: float,
+        jit: dict[str, Any],
+        cache: Path | str | None = None,
     ) -> None:
         self._budget, self._seconds = _read(budget), seconds
+        self._folder = folder_of(cache)
         _check_options(step, jit)
         given: Any = step
         self._given, self._jit, self._keeps = given, jit, _is_traced
@@ -258,7 +254,7 @@ class FittedStep:
     def _plan(
         self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any, leaves: list[Any]
     ) -> _Planned:
-        began = time.perf_counter()
+        began = time.process_time()
         traced = self._jitted(step, args, kwargs).trace(*args, **kwargs)
         beside = dict(step.beside) if isinstance(step, _Around) else {}
         if jax.tree.structure(traced.args_info) != tree:
@@ -267,21 +263,133 @@ class FittedStep:
                 "static_argnums= to fit",
                 place=_PLACE,
             )
-        plain = traced.lower().compile()
-        before = _memory(plain)
-        limit = self._budget.resolve(before.total, static=before.static)
-        if before.total <= limit:
-            fit = Fit(limit, before, before, 0, 0.0, (before.total,), time.perf_counter() - began)
-            return _Planned(lambda dynamic, leaves: _joined(plain(*dynamic[0], **dynamic[1]), beside), fit)
-        donated = [k for k, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
-        search = _Search(inlined(traced.jaxpr), leaves, donated, limit, before, began + self._seconds)
-        best = search.run()
+        planning = _Planning(traced, leaves, self._budget, self._folder, began + self._seconds)
+        compiled, fit = planning.kept() or planning.searched()
+        fit = replace(fit, seconds=time.process_time() - began)
+        if planning.as_it_is:
+            return _Planned(lambda dynamic, leaves: _joined(compiled(*dynamic[0], **dynamic[1]), beside), fit)
         results = jax.tree.structure(traced.out_info)
-        seconds = time.perf_counter() - began
-        fit = Fit(limit, best.memory, before, best.repeated, best.extra, tuple(search.tried), seconds)
         return _Planned(
-            lambda dynamic, leaves: _joined(jax.tree.unflatten(results, best.compiled(*leaves)), beside), fit
+            lambda dynamic, leaves: _joined(jax.tree.unflatten(results, compiled(*leaves)), beside), fit
         )
+
+
+class _Kept(msgspec.Struct):
+    """A plan on disk."""
+
+    limit: int
+    before: tuple[int, int, int, int]
+    operations_before: float
+    beyond: float
+    order: bool
+    log: list[Any]
+
+
+class _Planning:
+    """What is planned for one kind of arguments: a program of XLA's, and what is said of it."""
+
+    def __init__(
+        self, traced: Any, leaves: list[Any], budget: Budget, folder: Path | None, until: float
+    ) -> None:
+        self.traced, self.leaves, self.budget, self.until = traced, leaves, budget, until
+        self.program = inlined(traced.jaxpr)
+        info = jax.tree.leaves(traced.args_info)
+        self.donated = tuple(k for k, x in enumerate(info) if x.donated)
+        self.flops = sum(map(flops_of, traced.jaxpr.eqns))
+        self.as_it_is = False
+        self.path = None if folder is None else folder / f"jax-{self._digest()}.json"
+
+    def _digest(self) -> str:
+        """Of everything that a plan depends on; addresses of functions in the jaxpr's text are none of it."""
+        text = re.sub(r"0x[0-9a-f]+", "", str(self.traced.jaxpr))
+        places = [str(getattr(x, "sharding", "")) for x in self.leaves]
+        device = jax.devices()[0]
+        of = (text, places, self.donated, repr(self.budget), device.device_kind, len(jax.devices()))
+        made_by = (jax.__version__, version("jaxlib"), version("tightship"))
+        return hashlib.sha256(repr((of, made_by, str(default.Options()))).encode()).hexdigest()[:32]
+
+    def searched(self) -> tuple[Any, Fit]:
+        lowered = self.traced.lower()
+        first = compile_for(lowered, memory=False, quick=True)
+        before, operations = memory_of(first), operations_of(first)
+        limit = self.budget.resolve(before.total, static=before.static)
+        drops = self.flops > sum(e.flops for e in self.program.equations)
+        if before.total <= limit and not drops:
+            return self._given(lowered, limit, operations)
+        search = Search(self.program, self.leaves, self.donated, limit, before, self.until)
+        try:
+            best = search.run()
+        except Infeasible:
+            if before.total <= limit:
+                return self._given(lowered, limit, operations)
+            raise
+        if before.total <= limit and best.level.flops >= self.flops:
+            return self._given(lowered, limit, operations)
+        compiled = compile_for(best.lowered, memory=best.order, quick=False)
+        fit = self._fit(compiled, best.level, limit, before, operations, tuple(search.tried))
+        if fit.memory.total > limit:
+            raise Infeasible(
+                budget=limit, lower_bound=before.static, best_peak=fit.memory.total, compiled=True
+            )
+        if self.path is not None:
+            sizes = (before.arguments, before.outputs, before.aliased, before.temporaries)
+            row = _Kept(limit, sizes, operations, min(best.beyond, 1e300), best.order, best.log)
+            _keep(self.path, msgspec.json.encode(row))
+        return compiled, fit
+
+    def _given(self, lowered: Any, limit: int, operations: float) -> tuple[Any, Fit]:
+        """The step as it is."""
+        self.as_it_is = True
+        compiled = compile_for(lowered, memory=False, quick=False)
+        memory = memory_of(compiled)
+        return compiled, Fit(limit, memory, memory, 0, 0.0, (memory.total,), 0.0, operations, operations)
+
+    def kept(self) -> tuple[Any, Fit] | None:
+        """The program of a plan on disk, if there is one and XLA says the same of it."""
+        try:
+            if self.path is None:
+                return None
+            row = msgspec.json.decode(self.path.read_bytes(), type=_Kept)
+            beyond = math.inf if row.beyond >= 1e300 else row.beyond
+            before = Memory(*row.before)
+            search = Search(self.program, self.leaves, self.donated, row.limit, before, self.until)
+            level = search.again(beyond, row.log)
+            compiled = compile_for(search.lower(level), memory=row.order, quick=False)
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+        except _NO_PLAN:
+            return None
+        fit = self._fit(compiled, level, row.limit, before, row.operations_before, ())
+        return (compiled, fit) if fit.memory.total <= row.limit else None
+
+    def _fit(
+        self,
+        compiled: Any,
+        level: Level,
+        limit: int,
+        before: Memory,
+        operations: float,
+        tried: tuple[int, ...],
+    ) -> Fit:
+        extra = level.flops / self.flops - 1 if self.flops else 0.0
+        memory = memory_of(compiled)
+        return Fit(limit, memory, before, level.again, extra, tried, 0.0, operations_of(compiled), operations)
+
+
+_NO_PLAN = (
+    OSError, msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, StopIteration, RecursionError,
+)  # fmt: skip
+"""What reading a file and planning by what it says raises, if it holds something else."""
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Writes a plan, if that is possible, and removes the oldest ones."""
+    with contextlib.suppress(OSError, BadInput):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, data)
+        others = sorted(path.parent.glob("jax-*.json"), key=lambda p: p.stat().st_mtime)
+        for old in others[:-_KEPT]:
+            old.unlink()
 
 
 def _is_nnx(step: Any) -> bool:
@@ -381,146 +489,24 @@ def _kind_of(leaf: Any) -> Hashable:
     return shape, str(dtype), weak, None if isinstance(at, jax.sharding.SingleDeviceSharding) else at
 
 
-def _memory(compiled: Any) -> Memory:
-    found = compiled.memory_analysis()
-    if found is None:
-        raise Unsupported(
-            "planning for this backend", "XLA gives no analysis of its memory", "use CPU, GPU or TPU"
-        )
-    sizes = (found.argument_size_in_bytes, found.output_size_in_bytes, found.alias_size_in_bytes)
-    return Memory(*sizes, found.temp_size_in_bytes)
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    compiled: Any
-    memory: Memory
-    repeated: int
-    extra: float
-
-
-class _Search:
-    """Programs for a share of what the step takes, from 1 (nothing runs again) to 0, until XLA's total is within
-    ``limit``: the more is kept, the more bytes and the fewer repetitions there are."""
-
-    def __init__(
-        self,
-        program: Program,
-        leaves: list[Any],
-        donated: list[int],
-        limit: int,
-        before: Memory,
-        until: float,
-    ) -> None:
-        self.program, self.leaves, self.donated = program, leaves, donated
-        self.limit, self.before, self.until = limit, before, until
-        self.loops = loops_of(program)
-        self.flops = sum(e.flops for e in program.equations)
-        graph = Ops(program).graph
-        self.beyond = replay(graph, baseline(graph)).peak - graph.static_bytes
-        self.tried: list[int] = []
-        self.cpu = jax.default_backend() == "cpu"
-
-    def run(self) -> _Candidate:
-        """The program with the fewest repetitions among those within the limit. Raises ``Infeasible``."""
-        found = [self.candidate(1.0)]
-        low, high = 0.0, 1.0
-        share = self._room / max(1, found[0].memory.temporaries)
-        while not self._done(found, low, high):
-            if share > 0:
-                share = min(max(share, low + 0.1 * (high - low)), high - 0.1 * (high - low))
-            share = 0.0 if share < 0.03 else share
-            made = self.candidate(share)
-            found.append(made)
-            if made.memory.total <= self.limit:
-                low = share
-                share = (low + high) / 2
-            else:
-                high = share
-                stuck = made.memory.temporaries > 0.99 * found[-2].memory.temporaries
-                share *= self._room / max(1, made.memory.temporaries)
-                if not any(c.memory.total <= self.limit for c in found) and (
-                    stuck or time.perf_counter() > self.until
-                ):
-                    share = 0.0  # whether there is any
-        fits = [c for c in found if c.memory.total <= self.limit]
-        if fits:
-            return min(fits, key=lambda c: (c.extra, c.repeated, c.memory.total))
-        least = min(self.before.total, *(c.memory.total for c in found))
-        raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
-
-    @property
-    def _room(self) -> int:
-        return max(0, self.limit - self.before.static)
-
-    def _done(self, found: Sequence[_Candidate], low: float, high: float) -> bool:
-        last = found[-1].memory
-        near = last.total <= self.limit and (
-            last.temporaries >= _NEAR * self._room or found[-1].repeated == 0
-        )
-        late = len(found) >= _TRIES or time.perf_counter() > self.until
-        fits = any(c.memory.total <= self.limit for c in found)
-        return (
-            near
-            or self._room == 0
-            or high <= 0.0
-            or (high - low < 0.02)
-            or (late and fits)
-            or len(found) >= 2 * _TRIES
-        )
-
-    def candidate(self, share: float) -> _Candidate:
-        """Plan for ``share`` of what the step takes beyond its arguments, and compile."""
-        chosen = [(loop, loop.saved(share)) for loop in self.loops] if share < 1 else []
-        hold = "select" if self.cpu else "barrier"
-        program, bodies = with_bodies(with_saved(self.program, chosen), share, _steps, hold)
-        ops = Ops(program)
-        steps = _steps(ops, int(share * self.beyond))
-        run = on_values(ops, steps, hold)
-        lowered = jax.jit(run, donate_argnums=tuple(self.donated), keep_unused=True).lower(*self.leaves)
-        compiled = _compile(lowered, self.cpu)
-        again = [op for repeats, op in steps if repeats]
-        inside = bodies + sum(len(saved.again) for _, saved in chosen)
-        flops = sum(ops.graph.ops[op].flops for _, op in steps)
-        extra = max(0.0, flops / self.flops - 1) if self.flops else 0.0
-        made = _Candidate(compiled, _memory(compiled), len(again) + inside, extra)
-        self.tried.append(made.memory.total)
-        return made
-
-
-def _steps(ops: Ops, beyond: int) -> list[tuple[bool, int]]:
-    """Which op runs when, and whether for the second time, so that the graph takes ``beyond`` bytes beyond the
-    arguments; as near to that as plans come."""
-    graph = ops.graph
-    if replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
-        return [(False, op) for op in range(len(graph.ops))]
-    options = default.Options(order="given", place=False, seconds=3.0)
-    try:
-        made = default.plan(graph, graph.static_bytes + beyond, options)
-    except Infeasible as error:
-        made = default.plan(graph, max(error.best_peak, error.lower_bound), options)
-    return [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]
-
-
-def _compile(lowered: Any, cpu: bool) -> Any:
-    if cpu:
-        try:
-            return lowered.compile(_MEMORY_FIRST)
-        except Exception as error:
-            if "xla_cpu_scheduler_type" not in str(error):
-                raise
-    return lowered.compile()
-
-
-def fit(step: Callable[..., Any], budget: BudgetLike, *, seconds: float = 10.0, **jit: Any) -> FittedStep:
+def fit(
+    step: Callable[..., Any],
+    budget: BudgetLike,
+    *,
+    seconds: float = 10.0,
+    cache: Path | str | None = DEFAULT,
+    **jit: Any,
+) -> FittedStep:
     """``step`` as a compiled step that stays within ``budget``: bytes, text such as ``"4GiB"``, or a percentage of
     what it takes as it is (``"60%"``; ``"static+60%"``: arguments and results, and that share of the temporaries).
 
     ``step``: any function that `jax.jit` takes, with its gradients inside (or a jitted one without static arguments).
-    ``jit``: its keywords, such as ``donate_argnums`` and ``static_argnums``. ``seconds``: after which nothing better
-    is looked for once a program is within the budget.
+    ``jit``: its keywords, such as ``donate_argnums`` and ``static_argnums``. ``seconds`` of the processor, after which
+    nothing better is looked for. ``cache``: folder of plans, which are read again for the same step, budget and
+    versions (default: tightship's in the user's cache folder), None for none.
 
     What counts is XLA's analysis of the compiled program on one device: arguments + results − what lies in donated
-    arguments + temporaries. A step within the budget is compiled as it is. A call raises ``Infeasible`` where no
+    arguments + temporaries. A step within the budget is compiled as it is, or with less of what its own checkpoints
+    make again, where there is room. A call raises ``Infeasible`` where no
     program within the budget was found, with the least that was reached; ``BadInput`` inside of transformations."""
-    return FittedStep(step, budget, seconds, jit)
+    return FittedStep(step, budget, seconds, jit, cache)

@@ -31,7 +31,7 @@ from tightship.execute import allocator
 from tightship.execute.interpreter import Fallback
 from tightship.execute.prepared import plan_on_heap
 from tightship.execute.profile import profile
-from tightship.frontends.torch import compat, compat_compile
+from tightship.frontends.torch import compat, compat_compile, compat_distributed
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
@@ -72,6 +72,12 @@ _RESOLVED = (
 _BUCKETS = (
     "Dynamo cuts a model in DistributedDataParallel into a graph per bucket, which cannot be planned: set "
     "optimize_ddp = False before the first call (buckets are still reduced during the backward pass)"
+)
+
+
+_GATHERED = (
+    "parameters of fully_shard are gathered, sent and freed by hooks, between graphs, where no plan counts them: use "
+    "tightship.fit, which takes the model as it is, or leave optimizer= out for a budget of each graph by itself"
 )
 
 
@@ -213,9 +219,12 @@ class Session(NotCopied):
     def compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             symbolic = compat_compile.fixed_sizes(gm, inputs)
+            self.ledger.sends(compat_distributed.active_buckets())
             follows = compat_compile.graph_break(gm)
             if follows is not None and follows.by_ddp:
                 raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")
+            if self._gathers(gm):
+                raise BadInput(_GATHERED, place="torch.compile(options=…)")
             if follows is not None and follows.runs:
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
@@ -236,6 +245,14 @@ class Session(NotCopied):
             if not self.options.eager_fallback:
                 return _raise_when_called(error, self)
             return self._eager(gm, error)
+
+    def _gathers(self, gm: Any) -> bool:
+        """Whether the optimizer has parts of parameters, and the graph whole ones that were made of them."""
+        step = self.ledger.step
+        if step is None or not step.in_parts():
+            return False
+        keys = map(compat.storage_key, compat_compile.trained_parameters(gm))
+        return any(key not in step.parameters for key in keys)
 
     def _watching_casts(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         """``compiled``, which casts the parameter of this name: says when it has been cast in the same context."""

@@ -13,18 +13,18 @@ with other graphs, gradients and the optimizer.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.utils.checkpoint
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.aiming import STOCK, Aim, Candidate, source_of
+from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, source_of
 from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, partition_plan, plan_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.kept_code import Choice, KeptCode
@@ -41,12 +41,9 @@ from tightship.integrations.torch_partition import (
     check_again,
 )
 from tightship.plan import Plan
-from tightship.planners.default import Options, PlanOptions, read_options
-from tightship.planners.default import plan as default_plan
-from tightship.units import BudgetLike
 from tightship.verify import check
 
-__all__ = ["CompiledGraph", "Shares", "compile_within", "tag"]
+__all__ = ["CompiledGraph", "Shares", "compile_within", "stock_peaks"]
 
 _STOCK: Final = source_of(1.0)
 
@@ -211,6 +208,28 @@ def compile_within(
             continue
         return call, compilation.graph
     raise AssertionError
+
+
+def stock_peaks(gm: GraphModule, inputs: Sequence[Any], shares: Sequence[float]) -> list[int]:
+    """The peaks of what Inductor makes of a Dynamo graph at these values of ``activation_memory_budget``, replayed:
+    nothing is compiled. Raises ``Unsupported``, for a graph without a backward pass, too."""
+    ledger = Shares(Ledger(None), 0, lambda _: {}, last=True)
+    compilation = _Compilation(gm, CompileOptions(cache=None), FrameArena(), ledger, "")
+    found: list[int] = []
+
+    def partition(
+        joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int],
+        lower: Callable[[Pair], tuple[Lowered, Lowered]],
+    ) -> Pair:  # fmt: skip
+        search = _Search(compilation, joint, inputs, outputs, static, lower)
+        found.extend(search.stock(share).peak for share in shares)
+        raise compat_inductor.Stopped
+
+    with suppress(compat_inductor.Stopped):
+        compat_inductor.compile_graph(gm, inputs, partition=partition, finished=lambda _k, _l, call: call)
+    if not found:
+        raise Unsupported("peaks of a graph without a backward pass", "there is nothing to partition")
+    return found
 
 
 @dataclass(eq=False)
@@ -410,7 +429,6 @@ class _Search:
         self.notes: list[str] = []
         self.seen: dict[Hashable, Candidate[Pair]] = {}
         self.model: FusedJoint | None = None
-        self.slack = 0.0  # seconds that are not worth another look
         try:
             self.model = fuse(joint, outputs)
         except Unsupported as error:
@@ -446,10 +464,12 @@ class _Search:
             if plan is not None and self.model is not None:
                 check(self.model.graph, plan)
                 pair = self.planned(plan)
-            elif chosen.share is not None or (chosen.source == source_of(None) and self.model is not None):
-                pair = self.seed(chosen.share)
             else:
-                raise BadInput("a partition is Inductor's own or of a plan")
+                known = chosen.share is not None or chosen.source == source_of(None)
+                seed = self.seed(chosen.share) if known else None
+                if seed is None:
+                    raise BadInput("a partition is Inductor's own or of a plan")
+                pair = seed
         except TightshipError as error:
             raise Outdated(str(error)) from error
         self.count = chosen.lowered
@@ -460,65 +480,42 @@ class _Search:
 
     def search(self, budget: int, static: int, first: Candidate[Pair]) -> Candidate[Pair]:
         """The fastest within the budget. Raises ``Infeasible``."""
-        found: list[Candidate[Pair]] = []
-        if self.model is not None:
-            aim = self.aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static)
-            self.slack, found = aim.slack, aim.run()
-        best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
-        for share in (*STOCK, None):
-            least = budget if best is not None else min(c.needed for c in [first, *found])
-            c = self._seed_if_faster(share, best, least)
-            if c is not None:
-                found.append(c)
-                if c.needed <= budget and (best is None or c.seconds < best.seconds):
-                    best = c
-        if best is None:
-            reached = min(c.needed for c in [first, *found])
-            raise Infeasible(budget=budget, lower_bound=static, best_peak=reached, compiled=True)
-        return best
+        if self.model is None:
+            return fastest([first], STOCK, self, budget, static)
+        aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static)
+        return fastest([first, *aim.run()], (*STOCK, None), self, budget, static, aim)
 
     # --- candidates ---
 
     def stock(self, share: float) -> Candidate[Pair]:
-        return self.candidate(self.seed(share), source_of(share), share=share)
+        return self.lowered(self.stock_pair(share), share)
 
-    def seed(self, share: float | None) -> Pair:
-        """Inductor's own partition at an ``activation_memory_budget``; for None, the one that computes each block of
-        the model again."""
-        if share is None:
-            assert self.model is not None
-            return compat_inductor.extract(
-                self.joint, self.outputs, between_blocks(self.joint, self.model.is_late)
-            )
+    def stock_pair(self, share: float) -> Pair:
         return compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
 
-    def _seed_if_faster(
-        self, share: float | None, best: Candidate[Pair] | None, least: int
-    ) -> Candidate[Pair] | None:
-        """A partition that others would take, unless it is slower than the best one, or computes less again than one
-        of ours that was far from fitting, or what it saves is more than ``least`` bytes by itself."""
-        if share is None and (self.model is None or not between_blocks(self.joint, self.model.is_late)):
-            return None
-        if best is not None and best.seconds <= self.slack:
-            return None
-        pair = self.seed(share)
-        if best is not None and (
-            self.cost(pair)[1] >= best.seconds - self.slack or self.aim.hopeless(self.cost(pair)[1])
-        ):
-            return None
-        if self.unplanned.static + self.saved_bytes(pair) > least:
-            return None
+    def seed(self, share: float | None) -> Pair | None:
+        """Inductor's own partition at an ``activation_memory_budget``; for None, the one that computes each block of
+        the model again, if there are blocks."""
+        if share is not None:
+            return self.stock_pair(share)
+        saved = between_blocks(self.joint, self.model.is_late) if self.model is not None else ()
+        return compat_inductor.extract(self.joint, self.outputs, saved) if saved else None
+
+    def seconds(self, pair: Pair) -> float:
+        return self.cost(pair)[1]
+
+    def lowered(self, pair: Pair, share: float | None) -> Candidate[Pair]:
         return self.candidate(pair, source_of(share), share=share)
 
-    def saved_bytes(self, pair: Pair) -> int:
-        """Bytes of what a partition saves beside inputs: its peak is not below."""
+    def least(self, pair: Pair) -> int:
+        """Static set, and what a partition saves beside inputs: its peak is not below."""
         primals = {n.name for n in pair.forward.graph.find_nodes(op="placeholder")}
         sizes: dict[int, int] = {}
         for n in pair.backward.graph.find_nodes(op="placeholder"):
             t = n.meta.get("val")
             if n.name not in primals and n.name in pair.saved and isinstance(t, torch.Tensor):
                 sizes[t.untyped_storage()._cdata] = int(t.numel() * t.element_size())
-        return sum(sizes.values())
+        return self.unplanned.static + sum(sizes.values())
 
     def cost(self, pair: Pair) -> tuple[int, float]:
         return (0, 0.0) if self.model is None else self.model.recompute_time(pair)
@@ -571,81 +568,3 @@ def _device(gm: GraphModule) -> str:
             f"compiled mode on {', '.join(sorted(devices))}", "a budget is of one device's memory"
         )
     return next(iter(devices), "cpu")
-
-
-# --- tags ------------------------------------------------------------------------------------------------------
-
-
-def tag(joint: GraphModule, budget: BudgetLike, *, outputs: int | None = None, **options: Any) -> Plan:
-    """Says on every node of the forward pass of a joint fx graph whether it is saved for the backward pass:
-    ``node.meta["recompute"]``, a ``CheckpointPolicy``, as PyTorch's partitioners read it, in the place of what was
-    there. ``budget``: bytes, text or a percentage, of the graph's inputs and everything that the two passes
-    make. ``outputs``: how many of the graph's results are the forward pass's; by default all but one for each input,
-    as AOTAutograd writes them. ``options`` are the planner's.
-
-    A graph without tangents is one of forward pass, loss and backward pass, whose nodes say which they are of
-    (``custom["phase"]`` or ``autograd_backward``), as PyTorch's pass that recomputes by tags reads it; its results
-    before the first gradient are the forward pass's. That pass recomputes for one stretch of backward nodes alone:
-    what other ones read is saved.
-
-    Returns the plan. Its bytes are those of a model of fused code: what a compiler makes of the tags is not replayed.
-    Random ops and ops with effects are saved, never recomputed. Raises ``Infeasible``; ``BadInput`` for what is no
-    joint graph; ``Unsupported`` for symbolic sizes and higher-order ops.
-    """
-    compat.require_torch()
-    chosen = read_options(cast(PlanOptions, {"allow": "recompute", **options}), "tag")
-    inputs = joint.graph.find_nodes(op="placeholder")
-    primals = [n for n in inputs if not compat_compile.is_tangent(n)]
-    (output,) = joint.graph.find_nodes(op="output")
-    results = list(torch.utils._pytree.tree_leaves(output.args[0]))
-    if len(primals) < len(inputs):
-        count = len(results) - len(primals) if outputs is None else outputs
-        if not 0 < count < len(results):
-            raise BadInput(_JOINT, f"{len(inputs)} inputs, {len(results)} results", "tag")
-        return _write_tags(joint, fuse(joint, count), budget, chosen, frozenset())
-    with compat_compile.phases_marked(joint) as backward:
-        late = set(backward)
-        count = next((k for k, x in enumerate(results) if x in late), 0) if outputs is None else outputs
-        if not 0 < count < len(results):
-            raise BadInput(_JOINT, f"{len(inputs)} inputs, {len(results)} results, no tangents", "tag")
-        return _write_tags(joint, fuse(joint, count), budget, chosen, _read_elsewhere(joint, late))
-
-
-_JOINT: Final = (
-    "a joint graph has tangents among its inputs, or marks on the nodes of its backward pass, and its results are "
-    "the forward pass's, then gradients"
-)
-
-
-def _write_tags(
-    joint: GraphModule, model: FusedJoint, budget: BudgetLike, options: Options, kept: frozenset[Node]
-) -> Plan:
-    plan = default_plan(model.graph, budget, replace(options, place=False, reuse=False))
-    saved = set(model.saved(plan))
-    for node in joint.graph.nodes:
-        if node.op == "call_function" and not model.is_late(node):
-            once = compat_inductor.draws(node) or compat_compile.mutates(node) or node.is_impure()
-            once = once or any(compat_inductor.draws(a) for a in node.all_input_nodes if _is_part(node))
-            keep = once or node.name in saved or node in kept
-            node.meta["recompute"] = _POLICY.MUST_SAVE if keep else _POLICY.MUST_RECOMPUTE
-    return plan
-
-
-def _read_elsewhere(joint: GraphModule, late: set[Node]) -> frozenset[Node]:
-    """What stretches of backward nodes read, the longest one aside."""
-    stretches: list[list[Node]] = [[]]
-    for node in joint.graph.nodes:
-        if node in late:
-            stretches[-1].append(node)
-        elif stretches[-1]:
-            stretches.append([])
-    longest = max(stretches, key=len)
-    others = [s for s in stretches if s is not longest]
-    return frozenset(a for s in others for n in s for a in n.all_input_nodes if a not in late)
-
-
-def _is_part(node: Node) -> bool:
-    return node.target is operator.getitem
-
-
-_POLICY: Final = torch.utils.checkpoint.CheckpointPolicy

@@ -418,7 +418,7 @@ class PlannedGraph(GraphRuns):
         if again:
             check_again(self.name, self.plan.budget, self._peak_kept)
         count = len(self.saved)
-        given = [x for x in args[count:] if x is not None]
+        given = [x for x in args[count:] if isinstance(x, torch.Tensor)]  # not None, nor a DTensor's mesh
         tangents = [_as_traced(self.program, v, t) for v, t in zip(self._joint.tangents, given, strict=True)]
         tensors = args[:count] + tangents + self._constants
         placed = self._placed and not again and self._returned(args)

@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from tightship.errors import BadInput
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["PlannerInfo", "planner", "planners"]
 
@@ -45,15 +52,7 @@ def planners(group: str | None = None) -> dict[str, PlannerInfo]:
 
     Names are unique within a group; without ``group``, one that stands in several is given as ``group/name``.
     """
-    ours = (
-        info for package in PACKAGES for module, at in _modules_in(package, "") for info in _ours(module, at)
-    )
-    found = [info for info in (*ours, *_of_others()) if group in (None, info.group)]
-    names = [info.name for info in found]
-    return {
-        f"{info.group}/{info.name}" if info.group and names.count(info.name) > 1 else info.name: info
-        for info in sorted(found, key=lambda info: (info.group, info.name))
-    }
+    return dict(_by_name(group, _import_path()))
 
 
 def planner(name: str, group: str | None = None) -> PlannerInfo:
@@ -81,25 +80,58 @@ def _modules_in(package: str, group: str) -> Iterator[tuple[str, str]]:
             yield f"{package}.{entry.name}", group
 
 
-def _of_others() -> Iterator[PlannerInfo]:
+@lru_cache(maxsize=16)
+def _by_name(group: str | None, path: tuple[tuple[str, int], ...]) -> dict[str, PlannerInfo]:
+    found = [info for info in (*_all_ours(), *_of_others(path)) if group in (None, info.group)]
+    names = Counter(info.name for info in found)
+    return {
+        f"{info.group}/{info.name}" if info.group and names[info.name] > 1 else info.name: info
+        for info in sorted(found, key=lambda info: (info.group, info.name))
+    }
+
+
+@cache
+def _all_ours() -> tuple[PlannerInfo, ...]:
+    modules = (row for package in PACKAGES for row in _modules_in(package, ""))
+    return tuple(info for module, group in modules for info in _ours(module, group))
+
+
+def _import_path() -> tuple[tuple[str, int], ...]:
+    """Where packages are looked for, with the time at which each folder last changed: while all of that is the same,
+    so are the planners of others, and reading what every package says of itself takes longer than a small plan."""
+
+    def changed(folder: str) -> int:
+        try:
+            return os.stat(folder or ".").st_mtime_ns
+        except OSError:  # none, or a file that is no folder
+            return 0
+
+    return tuple((os.path.abspath(folder), changed(folder)) for folder in sys.path)
+
+
+@lru_cache(maxsize=1)
+def _of_others(_: tuple[tuple[str, int], ...]) -> tuple[PlannerInfo, ...]:
     """Planners of other packages. One that cannot be imported is reported by name, not skipped."""
     from importlib.metadata import entry_points  # takes longer than all of a short command's own modules
 
-    for entry in entry_points(group=ENTRY_POINTS):
-        group, _, name = entry.name.rpartition("/")
-        try:
-            module = entry.load()
-        except Exception as error:
-            raise BadInput(
-                f"cannot load planner {entry.name!r} from {entry.value!r}: {error}; repair or uninstall its package"
-            ) from error
-        made = _planner_of(module, name, group)
-        if made is None:
-            raise BadInput(
-                f"planner {entry.name!r} ({entry.value}) has no function plan or no dataclass Options; "
-                "see docs/add-a-planner.md"
-            )
-        yield made
+    return tuple(_other(entry) for entry in entry_points(group=ENTRY_POINTS))
+
+
+def _other(entry: EntryPoint) -> PlannerInfo:
+    group, _, name = entry.name.rpartition("/")
+    try:
+        module = entry.load()
+    except Exception as error:
+        raise BadInput(
+            f"cannot load planner {entry.name!r} from {entry.value!r}: {error}; repair or uninstall its package"
+        ) from error
+    made = _planner_of(module, name, group)
+    if made is None:
+        raise BadInput(
+            f"planner {entry.name!r} ({entry.value}) has no function plan or no dataclass Options; "
+            "see docs/add-a-planner.md"
+        )
+    return made
 
 
 def _ours(module_name: str, group: str) -> tuple[PlannerInfo, ...]:

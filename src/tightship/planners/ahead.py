@@ -1,15 +1,17 @@
-"""Gathers between ranks that begin ahead of where they are read, on a stream of their own.
+"""Gathers between ranks, and copies of what streams, that run beside other ops, on streams of their own.
 
-A plan whose steps all wait for one another is given: each gather is taken out of its place, put where its result is
-first read, and from there begun so early that it has ended by then, as far as bytes allow; the last ones first, as
-what follows a gather on its stream says when it has to have ended. How far ahead follows from seconds, as XLA's
-latency hiding scheduler has it, and from the bytes that are left at each step. All else stays in its order.
+A plan whose steps all wait for one another is given. Each gather, and each fetch from the host, is taken out of its
+place, put where its result is first read, and from there begun so early that it has ended by then, as far as bytes
+allow; the last ones first, as what follows on its stream says when it has to have ended. A store to the host begins
+in its place, and what it reads is freed when it has ended, as far as bytes allow. How far ahead, and how late,
+follows from seconds, as XLA's latency hiding scheduler has it, and from the bytes that are left at each step. All
+else stays in its order.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -20,52 +22,74 @@ from tightship.graph import Graph
 from tightship.plan import Step
 from tightship.simulate import Timeline, extra_bytes
 
-__all__ = ["STREAM", "begun_ahead", "largest_gather"]
+__all__ = ["COPIES", "STREAM", "begun_ahead", "largest_gather", "runs_beside"]
 
 STREAM = 2
-"""Of gathers; 1 has copies to and from the host."""
+"""Of gathers; 1 has copies to and from the host that are steps by themselves."""
+COPIES = 3
+"""Of ops that copy what streams: one stream, as they share a link."""
 _SENT = "_c10d_functional.all_gather_into_tensor.default"
+_FETCH, _STORE = "tightship.fetch", "tightship.store"
 
 
-def _beside(target: str) -> bool:
-    """Whether ops of this name may run on a stream of their own: they change nothing, and send by themselves."""
-    return target.endswith(_SENT)
+def _ahead_on(target: str) -> int:
+    """The stream on which ops of this name may begin ahead, 0 where they may not: they change nothing, and send or
+    copy by themselves."""
+    return STREAM if target.endswith(_SENT) else COPIES * (target == _FETCH)
+
+
+def runs_beside(graph: Graph) -> bool:
+    """Whether there is an op that may run on a stream of its own."""
+    return any(_ahead_on(op.target) or op.target == _STORE for op in graph.ops)
 
 
 def largest_gather(graph: Graph) -> int:
-    """Bytes of the largest result of an op that may begin ahead; 0 where there is none."""
-    made = (graph.uses.defines[k] for k, op in enumerate(graph.ops) if _beside(op.target))
+    """Bytes of the largest result of a gather that may begin ahead; 0 where there is none."""
+    made = (graph.uses.defines[k] for k, op in enumerate(graph.ops) if _ahead_on(op.target) == STREAM)
     return max((graph.storages[s].size for row in made for s in row), default=0)
 
 
 def begun_ahead(graph: Graph, line: Timeline, limit: int) -> tuple[Step, ...] | None:
-    """The steps of ``line`` with gathers begun ahead within ``limit`` bytes; None where there is none to begin."""
+    """The steps of ``line`` with gathers and copies beside other ops within ``limit`` bytes; None where there is none
+    to begin."""
     steps = line.steps
     if any(step.stream for step in steps):  # copies to the host end when they like, and bytes with them
         return None
-    rows = _movable(graph, steps)
+    rows, stores = _movable(graph, steps), _stores(graph, steps)
     touches = _Touches(graph, steps, rows) if rows else None
     gathers = [row for i in rows if touches is not None and (row := touches.gather(i)) is not None]
-    if not gathers:
+    if not gathers and not stores:
         return None
-    own = {row.step for row in gathers}
-    seconds = [0.0 if s.stream or i in own else line.ends[i] - line.begins[i] for i, s in enumerate(steps)]
-    clock = [0.0, *accumulate(seconds)]
+    took = [line.ends[i] - line.begins[i] for i in range(len(steps))]
+    own = {row.step for row in gathers} | stores.keys()
+    clock = [0.0, *accumulate(0.0 if i in own else t for i, t in enumerate(took))]
+    storing = [0.0, *accumulate(t if i in stores else 0.0 for i, t in enumerate(took))]
     level = np.array(line.during, dtype=np.int64)
     for row in gathers:  # each is made where it is needed, and no sooner
         level[row.step : row.latest] -= row.size
-    places: dict[int, tuple[_Gather, int]] = {}
-    following = clock[-1]
+    places: dict[int, int] = {}
+    following: dict[int, float] = {}
     for row in sorted(gathers, key=lambda row: row.latest, reverse=True):
-        due = min(clock[row.latest], following)
-        begin = due - (line.ends[row.step] - line.begins[row.step])
+        due = min(clock[row.latest], following.get(row.stream, clock[-1]))
+        begin = due - took[row.step]
         at = max(row.earliest, min(row.latest, bisect_right(clock, begin) - 1), 0)
+        if row.stream == COPIES and stores:  # those that begin meanwhile are copied first
+            begin -= storing[row.latest] - storing[at]
+            at = max(row.earliest, min(row.latest, bisect_right(clock, begin) - 1), 0)
         full = np.flatnonzero(level[at : row.latest] + row.size > limit)
         at += int(full[-1]) + 1 if len(full) else 0
         level[at : row.latest] += row.size
-        following = min(begin, following) if at < row.latest else following
-        places[row.step] = row, at
-    return _moved(steps, places)
+        if at < row.latest:
+            following[row.stream] = begin
+        places[row.step] = at
+    moves = {row.step: row.waiters for row in gathers if places[row.step] < row.latest}
+    frees = _freed_late(
+        stores, _stored(stores, places.keys() & moves, places, clock, took), clock, level, limit
+    )
+    moves |= {i: row.waiters for i, row in stores.items()}
+    return _moved(
+        graph, steps, [row.step for row in sorted(gathers, key=lambda r: r.latest)], places, frees, moves
+    )
 
 
 class _Gather(NamedTuple):
@@ -73,19 +97,28 @@ class _Gather(NamedTuple):
     that read what it makes, and that end or write what it reads."""
 
     step: int
+    stream: int
     earliest: int
     latest: int
     waiters: tuple[int, ...]
     size: int
 
 
+class _Store(NamedTuple):
+    """What it reads is ended by step ``free`` and used by nobody in between."""
+
+    free: int
+    waiters: tuple[int, ...]
+    size: int
+
+
 def _movable(graph: Graph, steps: Sequence[Step]) -> list[int]:
-    """Steps that gather one tensor and ask for no other bytes, but of what others of them make."""
+    """Steps that gather or fetch one tensor and ask for no other bytes, but of what others of them make."""
     following = {k for op in graph.ops for k in op.control}
     alone = {
         k
         for k, op in enumerate(graph.ops)
-        if _beside(op.target) and len(op.outputs) == len(graph.uses.defines[k]) == 1
+        if _ahead_on(op.target) and op.outputs and len(graph.uses.defines[k]) == 1
         if not (op.control or op.mutates or op.random or op.overwrites or extra_bytes(op) or k in following)
         if all(request.storage >= 0 for request in op.requests)
     }
@@ -154,20 +187,84 @@ class _Touches:
         earliest = max([row[-1] for row in before if row] + makers, default=-1) + 1
         latest = min([row[0] for row in then if row] + [*readers.values()])
         waiters = tuple(sorted({*readers.values(), *(row[0] for row in then if row)}))
-        return _Gather(i, earliest, latest, waiters, self.graph.storages[made].size)
+        stream = _ahead_on(self.graph.ops[step.op].target)
+        return _Gather(i, stream, earliest, latest, waiters, self.graph.storages[made].size)
 
 
-def _moved(steps: Sequence[Step], places: dict[int, tuple[_Gather, int]]) -> tuple[Step, ...]:
-    """The steps in their new order, with the waits that follow from it."""
+def _stores(graph: Graph, steps: Sequence[Step]) -> dict[int, _Store]:
+    """By step, those whose input is ended before anything else uses it."""
+    found = [i for i, s in enumerate(steps) if s.kind == "compute" and graph.ops[s.op].target == _STORE]
+    if not found:
+        return {}
+    uses: dict[int, list[int]] = {}
+    for i, step in enumerate(steps):
+        reads, changes = _touched(graph, step)
+        for s in {*reads, *changes}:
+            uses.setdefault(s, []).append(i)
+    rows = {}
+    for i in found:
+        op = graph.ops[steps[i].op]
+        source = graph.values[op.inputs[0]].storage
+        then = uses[source][bisect_right(uses[source], i) :]
+        last = steps[then[0]] if then else None
+        if last is None or last.kind != "free" or last.form != "full" or last.storages != (source,):
+            continue
+        later = [row[k] for s in op.mutates if (k := bisect_right(row := uses[s], i)) < len(row)]
+        rows[i] = _Store(then[0], tuple(sorted({then[0], *later})), graph.storages[source].size)
+    return rows
+
+
+def _stored(
+    stores: dict[int, _Store],
+    ahead: Iterable[int],
+    places: dict[int, int],
+    clock: Sequence[float],
+    took: Sequence[float],
+) -> dict[int, float]:
+    """When each store has ended: copies run one after the other, in the order in which they begin."""
+    ends, until = {}, 0.0
+    for at, i in sorted([*((places[i], i) for i in ahead), *((i, i) for i in stores)]):
+        ends[i] = until = max(clock[at], until) + took[i]
+    return ends
+
+
+def _freed_late(
+    stores: dict[int, _Store], ends: dict[int, float], clock: Sequence[float], level: np.ndarray, limit: int
+) -> dict[int, int]:
+    """Before which step what each store reads is freed; ``level`` is changed."""
+    found = {}
+    for i, row in stores.items():
+        at = max(bisect_left(clock, ends[i]), row.free + 1)
+        full = np.flatnonzero(level[row.free + 1 : at] + row.size > limit)
+        at = row.free + 1 + int(full[0]) if len(full) else min(at, len(level))
+        level[row.free + 1 : at] += row.size
+        found[row.free] = at
+    return found
+
+
+def _moved(
+    graph: Graph,
+    steps: Sequence[Step],
+    gathers: Sequence[int],
+    places: dict[int, int],
+    frees: dict[int, int],
+    moves: dict[int, tuple[int, ...]],
+) -> tuple[Step, ...]:
+    """The steps in their new order, with the waits that follow from it: ``gathers`` and ``frees`` before the steps
+    that are said, ``moves`` on their streams, waited for by others."""
     early: dict[int, list[int]] = {}
-    for i, (_, at) in sorted(places.items(), key=lambda item: item[1][0].latest):
+    for i, at in (*frees.items(), *((i, places[i]) for i in gathers)):
         early.setdefault(at, []).append(i)
-    order = [i for at in range(len(steps)) for i in (*early.get(at, ()), *(() if at in places else (at,)))]
+    gone = places.keys() | frees.keys()
+    order = [
+        i
+        for at in range(len(steps) + 1)
+        for i in (*early.get(at, ()), *(() if at in gone or at == len(steps) else (at,)))
+    ]
     place = {i: k for k, i in enumerate(order)}
-    moves = {i for i, (row, at) in places.items() if at < row.latest}
     more: dict[int, list[int]] = {}
-    for i in moves:
-        for j in places[i][0].waiters:
+    for i, waiters in moves.items():
+        for j in waiters:
             more.setdefault(j, []).append(place[i])
     made: list[Step] = []
     last = -1  # of stream 0
@@ -175,7 +272,8 @@ def _moved(steps: Sequence[Step], places: dict[int, tuple[_Gather, int]]) -> tup
         waits = tuple(sorted({*(place[w] for w in steps[i].waits), *more.get(i, ())}))
         if i in moves:
             begun = {*waits} if last < 0 else {*waits, last}
-            made.append(replace(steps[i], stream=STREAM, waits=tuple(sorted(begun))))
+            stream = _ahead_on(graph.ops[steps[i].op].target) or COPIES
+            made.append(replace(steps[i], stream=stream, waits=tuple(sorted(begun))))
             continue
         made.append(steps[i] if waits == steps[i].waits else replace(steps[i], waits=waits))
         if not steps[i].stream:

@@ -17,7 +17,7 @@ from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import default
-from tightship.simulate import baseline, replay
+from tightship.simulate import unplanned
 from tightship.units import Budget, parse_budget
 
 __all__ = ["LARGEST", "BatchSize", "MaxBatch", "max_batch"]
@@ -151,7 +151,7 @@ class _Search:
         """Of every size that runs, what is known."""
         found = []
         for n, graph in sorted(self.graphs.items()):
-            before, plan = replay(graph, baseline(graph)), self.plans.get(n)
+            before, plan = unplanned(graph), self.plans.get(n)
             met = n in self.plans if n in self.tried or plan is not None else None
             known = () if plan is None else (plan.peak, plan.time)
             found.append(BatchSize(n, before.peak, before.time, met, *known))

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -22,6 +21,7 @@ from typing import Any, TypedDict
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
+from tightship.analysis.order import is_legal
 from tightship.analysis.packing import packings
 from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible, VerificationFailed
@@ -29,7 +29,7 @@ from tightship.graph import Graph
 from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
-from tightship.planners.ahead import begun_ahead, largest_gather
+from tightship.planners.ahead import begun_ahead, largest_gather, runs_beside
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
@@ -71,6 +71,8 @@ _FIRST, _FIRST_OF_MANY, _PLACES = 0.8, 0.5, 0.4
 and places for what it found, may take."""
 _LARGE = 5_000
 """Ops of graphs that are large in that sense."""
+_DEMAND, _DEEP = "demand", 20_000
+"""The order in which recomputation takes least, and ops of graphs for which it is worked out."""
 _ORDERS = ("sink", "given", "lpmf")
 _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
@@ -287,8 +289,10 @@ _AHEAD = (1.0, 0.6, 0.3)
 """Parts of the bytes that are left beyond the peak, for gathers that begin ahead: less where places do not do."""
 _GATHERS = (1, 2, 4)
 """How many of the largest gathers a search leaves bytes for."""
-_SHORTLY, _WHILE = 1.0, 5.0
-"""Seconds at least and at most for the places of everything with gathers begun ahead."""
+_LESS = 3
+"""By what the work of such a search is divided."""
+_SHORTLY = 1.0
+"""Seconds at least for the places of everything with gathers begun ahead."""
 
 
 class _Clock:
@@ -306,12 +310,6 @@ class _Clock:
         replay(line.graph, line.steps)
         took = time.perf_counter() - began
         self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(_PREPARED).at))
-
-    def shorter(self, seconds: float) -> _Clock:
-        """For another search, of so many seconds at most."""
-        other = copy(self)
-        other.search = Deadline(min(self.search.at, time.perf_counter() + seconds))
-        return other
 
 
 @dataclass
@@ -405,18 +403,19 @@ class _Search:
     def ahead(
         self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: _Clock
     ) -> tuple[run.Evicted, Layout]:
-        """The same with gathers between ranks begun ahead of where they are read, or that of another search, which
-        leaves bytes for that and takes no longer: whichever is faster."""
-        if not (size := largest_gather(self.graph)):
+        """The same with gathers between ranks, and copies of what streams, beside other ops, or that of another
+        search, of less work, which leaves bytes for gathers: whichever is faster."""
+        if not runs_beside(self.graph):
             return found, layout
-        best, took = self._begun_ahead(found, layout, clock), time.perf_counter() - clock.began
-        for count in _GATHERS if self.budget is not None and not self.interrupted else ():
+        size, options = largest_gather(self.graph), replace(self.options, work=self.options.work // _LESS)
+        best = self._begun_ahead(found, layout, clock)
+        for count in _GATHERS if size and self.budget is not None and not self.interrupted else ():
             lower = self.budget - count * size if self.budget is not None else 0
             if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
                 break
-            other = replace(self, budget=lower, best=None, last=None)
+            other = replace(self, budget=lower, options=options, best=None, last=None)
             with suppress(Infeasible, KeyboardInterrupt):
-                again = self._begun_ahead(*other.fit(progress, clock.shorter(took)), clock)
+                again = self._begun_ahead(*other.fit(progress, clock), clock)
                 best = min(best, again, key=lambda row: row[0].timeline.time)
             self.interrupted |= other.interrupted
         if best[0].timeline.time < found.timeline.time:
@@ -435,7 +434,7 @@ class _Search:
             other = replay(self.graph, steps)
             if not other.time < line.time or other.peak > budget:
                 continue
-            made = placement.layout(steps, max(_SHORTLY, min(_WHILE, clock.deadline.left)))
+            made = placement.layout(steps, max(_SHORTLY, clock.deadline.left))
             if placement.needs(other, made) <= budget:
                 return replace(found, steps=steps, timeline=other), made
         return found, layout
@@ -447,6 +446,7 @@ class _Search:
         if self.options.order != Options().order or self.bound > self.budget:
             return
         tried = [self.problem.order]
+        self._deeper(tried, progress, clock)
         if not self.in_parts:
             self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
@@ -460,6 +460,20 @@ class _Search:
                 tried.append(order)
                 self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
+
+    def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
+        """Search with recomputation that takes less memory, from here on where that is of use."""
+        assert self.budget is not None
+        if self._near() or self.interrupted or clock.search.over or len(self.graph.ops) > _DEEP:
+            return
+        best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
+        tried.append(order)
+        problem = self.problem.deeper(order)
+        self._search_in(problem, progress, clock)
+        if self.reached.within(self.budget) is None:
+            self.in_parts = False  # not in this way
+        if best is None or self.reached.within(self.budget) is not best:
+            self.problem = problem
 
     def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
         """Where a short search meets nothing, look at parts of ops before a long one."""
@@ -516,7 +530,10 @@ class _Search:
         if count not in known:
             graph, stands = divided(problem.graph, divisible(problem.graph)[:count])
             part = clock.search.part(_PREPARED)
-            order = order_of(graph, self.options, unplanned(graph).peak, part, self.budget)
+            if problem.deep:
+                order = _parts_last(graph, stands, run.order(_DEMAND, graph, part))
+            else:
+                order = order_of(graph, self.options, unplanned(graph).peak, part, self.budget)
             chained = tuple(stands.index(k) for k in problem.chained)
             known[count] = replace(problem, graph=graph, order=order, chained=chained, stands=stands)
         return known[count]
@@ -719,6 +736,13 @@ class _Search:
             at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
+
+
+def _parts_last(graph: Graph, stands: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The order with what makes results that stay, in an op of its own (`lowering.divided`), at the end."""
+    late = {k for k in range(1, len(stands)) if stands[k] == stands[k - 1]}
+    last = (*(k for k in order if k not in late), *(k for k in order if k in late))
+    return last if is_legal(graph, last) else order
 
 
 def _beside(progress: Progress | None, seconds: float) -> Progress | None:

@@ -23,7 +23,7 @@ from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import default
 from tightship.planners.evict.problem import EVICT, Decision, EvictionProblem
-from tightship.simulate import baseline, replay
+from tightship.simulate import replay, unplanned
 from tightship.units import Budget
 
 __all__ = [
@@ -103,7 +103,7 @@ class Frontier:
         plan = self.points[-1]  # which keeps everything, or is no slower
         if not self.changed:
             return plan.peak_before, plan.time_before
-        line = replay(self.graph, baseline(self.graph))
+        line = unplanned(self.graph)
         return line.peak, line.time
 
     def more_flops(self, plan: Plan) -> float:
@@ -160,7 +160,7 @@ def frontier(
         raise BadInput(f"{points} points: expected 1 to {MOST}", place="points")
     began = time.perf_counter()
     o = options or default.Options()
-    before = replay(graph, baseline(graph)).peak
+    before = unplanned(graph).peak
     problem = replace(default.problem_of(graph, default.order_of(graph, o, before), o), stuck=stuck)
     notes: list[str] = []
     saved = (saved or {}) if peers else {}

@@ -35,6 +35,7 @@ _PARTS = ("-start", "-update", "-done")
 _NAMESPACES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 _REPEATED = ("_c10d_functional.all_gather_into_tensor.", "_c10d_functional.all_gather_into_tensor_coalesced.")
 """Change nothing, so that all ranks may run them again; a graph says whether they do."""
+_BESIDE = ("_c10d_functional.all_gather_into_tensor.default", "tightship.fetch", "tightship.store")
 
 
 @lru_cache(maxsize=1 << 12)
@@ -52,8 +53,9 @@ def has_effects(target: str) -> bool:
 
 
 def runs_beside(target: str) -> bool:
-    """Whether an op of this name may run on another stream than 0: it gathers parts of several ranks by itself."""
-    return target.endswith("_c10d_functional.all_gather_into_tensor.default")
+    """Whether an op of this name may run on another stream than 0: it gathers parts of several ranks by itself, or
+    copies what streams from or to the host."""
+    return target.endswith(_BESIDE)
 
 
 COPIES = {
@@ -160,7 +162,10 @@ class Replay:
         op, again = self.graph.ops[k], step.kind == "recompute"
         if step.stream and not runs_beside(op.target):
             self.note(
-                "lane", i, (op.name,), f"{place_of(op)} runs on stream {step.stream}, and only gathers may"
+                "lane",
+                i,
+                (op.name,),
+                f"{place_of(op)} runs on stream {step.stream}, and only gathers and copies may",
             )
         if again and k not in self._at:
             self.note("impure-recompute", i, (op.name,), f"{place_of(op)} is recomputed but has not run yet")

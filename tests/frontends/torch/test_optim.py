@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import tightship
 from support.models import MODELS
 from support.naive import Naive
 from tightship.frontends.torch.capture.step import capture_step
@@ -138,3 +139,27 @@ def test_a_gradient_there_before_stays():
     net.weight.grad = torch.full((3, 3), 7.0)
     step(u, net, opt)
     assert torch.equal(net.weight.grad, torch.full((3, 3), 7.0))
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adagrad, {}),
+    ],
+)
+def test_fused_optimizers_are_planned_on_the_meta_device(cls, options):
+    """Torch itself refuses to step them there; state is what it is elsewhere."""
+
+    def planned(device):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
+        optimizer = cls(model.parameters(), lr=0.1, fused=True, **options)
+        batch = torch.ones(4, 64, device=device)
+        made = tightship.plan(
+            model, batch, optimizer=optimizer, loss_fn=lambda m, b: m(b).square().mean(), cache=None
+        )
+        return made.plan.peak, made.graph.static_bytes
+
+    assert planned("meta") == planned("cpu")

@@ -10,9 +10,12 @@ import pytest
 from support.chains import chain
 from support.strategies import random_graph
 from tightship.analysis.bounds import lower_bound
+from tightship.analysis.order import deepest_first
 from tightship.graph import Graph, Op, Storage, Value
+from tightship.planners import run
 from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem
 from tightship.simulate import baseline, replay
+from tightship.verify import check
 
 HUGE = 1 << 60
 
@@ -23,10 +26,11 @@ def masks(problem: EvictionProblem, seed: int, n: int) -> list[np.ndarray]:
     return [rng.choice(kinds[: 2 + k % 3], len(problem.gaps)).astype(np.uint8) for k in range(n)]
 
 
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_engine_costs_what_the_replay_of_its_steps_costs(seed: int) -> None:
+def test_engine_costs_what_the_replay_of_its_steps_costs(seed: int, deep: bool) -> None:
     graph = random_graph(seed, 10 + seed)
-    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))), deep=deep)
     base = replay(graph, baseline(graph))
     for bits in masks(problem, seed, 8):
         found = problem.cost(bits, HUGE)
@@ -34,6 +38,8 @@ def test_engine_costs_what_the_replay_of_its_steps_costs(seed: int) -> None:
             assert problem.steps(bits) == ()
             continue
         line = replay(graph, problem.steps(bits))
+        if deep:  # that what a recipe reads is not written over yet is what the rules know best
+            check(graph, run.decision_plan(graph, line.steps, line, "test"))
         assert line.peak == found.peak
         assert line.time == pytest.approx(base.time + found.extra)
         assert sum(s.kind == "recompute" for s in problem.steps(bits)) == found.runs
@@ -51,10 +57,11 @@ def moves(problem: EvictionProblem, seed: int, n: int) -> list[np.ndarray]:
     return rows
 
 
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_decisions_evaluated_from_the_ones_before_cost_the_same(seed: int) -> None:
+def test_decisions_evaluated_from_the_ones_before_cost_the_same(seed: int, deep: bool) -> None:
     graph = random_graph(seed, 60 + 5 * seed) if seed % 4 else chain(40 + seed)
-    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))), deep=deep)
     rows = moves(problem, seed, 150)
     limit = graph.static_bytes + (replay(graph, baseline(graph)).peak - graph.static_bytes) * 2 // 3
     walked = problem.engine.walk(rows, limit)
@@ -164,3 +171,54 @@ def test_what_several_recomputations_read_can_be_dropped_after_each() -> None:
     )
     assert held.valid and dropped.valid and held.extra == dropped.extra
     assert held.peak - dropped.peak == 6400
+
+
+def accumulated() -> Graph:
+    """Of ``g`` something large is made, read now and later; only after that is ``g`` added to in place."""
+    sizes = {"x": 64, "g": 64, "wide": 512, "other": 512, "near": 64, "far": 64, "late": 64}
+    storages = tuple(Storage(name, n, "input" if name == "x" else "unknown") for name, n in sizes.items())
+    at = {name: k for k, name in enumerate(sizes)}
+
+    def op(name: str, reads: str, makes: str, mutates: tuple[int, ...] = ()) -> Op:
+        rows = (tuple(at[n] for n in row.split()) for row in (reads, makes))
+        return Op(name, name, *rows, mutates=mutates, time=1.0)
+
+    ops = (
+        op("g", "x", "g"), op("wide", "g", "wide"), op("near", "wide", "near"), op("other", "near", "other"),
+        op("far", "other", "far"), op("late", "wide far", "late"), op("add", "g late", "", (at["g"],)),
+    )  # fmt: skip
+    return Graph(ops, tuple(Value(s.name, k) for k, s in enumerate(storages)), storages, (0,), (at["g"],))
+
+
+def test_what_was_made_of_something_written_over_later_may_be_made_again_until_then() -> None:
+    graph = accumulated()
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    wide = next(k for k, s in enumerate(graph.storages) if s.name == "wide")
+    gaps = [g for g, (s, _, _) in enumerate(problem.deeper(problem.order).gaps.tolist()) if s == wide]
+    assert gaps and not any(s == wide for s, _, _ in problem.gaps.tolist())
+    bits = problem.deeper(problem.order).nothing()
+    bits[gaps] = EVICT
+    found = problem.deeper(problem.order).cost(bits, HUGE)
+    assert found.valid and found.runs == 1
+    steps = problem.deeper(problem.order).steps(bits)
+    assert replay(graph, steps).peak == found.peak < replay(graph, baseline(graph)).peak - 400
+    check(graph, run.decision_plan(graph, steps, replay(graph, steps), "test"))
+    # Once it is written over, the recipe would see something else.
+    read_late = graph.with_ops((*graph.ops, replace(graph.ops[2], name="again", outputs=())))
+    late = EvictionProblem(read_late, tuple(range(len(read_late.ops))), deep=True)
+    assert all(to < len(graph.ops) for s, _, to in late.gaps.tolist() if s == wide)
+
+
+def test_what_takes_most_to_make_again_is_made_first() -> None:
+    sizes = {"x": 64, "a": 256, "b": 256, "c": 256, "sum": 64}
+    storages = tuple(Storage(name, n, "input" if name == "x" else "unknown") for name, n in sizes.items())
+    ops = (
+        Op("a", "a", (0,), (1,), time=1.0),
+        Op("b", "b", (0,), (2,), time=1.0),
+        Op("c", "c", (2,), (3,), time=1.0),  # needs b beside it
+        Op("sum", "sum", (1, 3), (4,), time=1.0),
+    )
+    graph = Graph(ops, tuple(Value(s.name, k) for k, s in enumerate(storages)), storages, (0,), (4,))
+    (starts, reads), _ = deepest_first(graph)
+    assert reads[starts[3] : starts[4]].tolist() == [3, 1]
+    assert reads[starts[2] : starts[3]].tolist() == [2]

@@ -519,6 +519,18 @@ def plain_step(optimizer_class: type) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
+@contextmanager
+def fused_on_meta() -> Iterator[None]:
+    """Fused optimizers take parameters on the meta device, too: torch knows the shapes of Adam's and AdamW's kernels
+    there, but has not the device in its list."""
+    known = _optimizer._get_fused_kernels_supported_devices
+    vars(_optimizer)["_get_fused_kernels_supported_devices"] = lambda: [*known(), "meta"]
+    try:
+        yield
+    finally:
+        vars(_optimizer)["_get_fused_kernels_supported_devices"] = known
+
+
 def optimizer_hooks(optimizer: Any) -> bool:
     """Whether somebody asked to be called around the optimizer's step, or around that of every optimizer."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tightship.errors import Unsupported
 from tightship.frontends.torch.compat import require_torch
 from tightship.frontends.torch.compat_capture import scripted
+from tightship.frontends.torch.compat_distributed import is_distributed
 
 require_torch()
 
@@ -416,6 +417,10 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0].rstrip(".")
 
 
+_LEFT: Final = (
+    "Dynamo leaves torch's own modules to their caller, which is not compiled: compile this one itself"
+)
+
 Skipped = Callable[[Any, dict[str, Any] | None, str, str, bool], object]
 
 
@@ -446,7 +451,7 @@ def watch_frames(backend: Any, skipped: Skipped) -> None:
         module = _module_passed_over(frame, found)
         if found.guarded_code is None and (why or module):
             what = _where(frame.f_code) if why else module
-            why = _first_line(why or "Dynamo leaves it to its caller")
+            why = _first_line(why or _LEFT)
             known = getattr(self, "_tightship_session", None)
             self._tightship_session = skipped(known, kwargs.get("options"), what, why, not module)
             found.apply_to_code = False
@@ -486,12 +491,18 @@ def _where(code: Any) -> str:
 
 
 def _module_passed_over(frame: Any, found: Any) -> str:
-    """Which of torch's own modules is called outside of all graphs: Dynamo compiles those with callers."""
+    """Which of torch's own modules is called outside of all graphs: Dynamo compiles those with callers.
+
+    DistributedDataParallel is none of them: it calls its module, which is compiled by itself, and sends.
+    """
     code = frame.f_code
     if code.co_name != "forward" or "skipfiles" not in (found.skip_reason or "") or not code.co_argcount:
         return ""
     module = frame.f_locals.get(code.co_varnames[0])
-    return f"{type(module).__name__}.forward" if isinstance(module, torch.nn.Module) else ""
+    calls = isinstance(module, torch.nn.Module) and not isinstance(
+        module, torch.nn.parallel.DistributedDataParallel
+    )
+    return f"{type(module).__name__}.forward" if calls else ""
 
 
 def frame_session(compiled: Any) -> Any:
@@ -519,6 +530,23 @@ def source_name(node: Node) -> str:
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
+
+
+def cut_at_buckets(how: Any) -> Any:
+    """Whether Dynamo cuts a model in DistributedDataParallel into a graph a bucket, from here on; returns whether it
+    did."""
+    before, _dynamo_config.optimize_ddp = _dynamo_config.optimize_ddp, how
+    return before
+
+
+def trained_parameters(gm: GraphModule) -> list[torch.Tensor]:
+    """The parameters that a graph has gradients for, but those that are DTensors."""
+    found = [example_of(n) for n in gm.graph.find_nodes(op="placeholder")]
+    return [
+        t
+        for t in found
+        if isinstance(t, torch.nn.Parameter) and t.requires_grad and not is_distributed(type(t.data))
+    ]
 
 
 def example_of(node: Node) -> torch.Tensor | None:

@@ -150,6 +150,33 @@ def distributed_by(model: torch.nn.Module) -> str:
     return "DTensor" if "DTensor" in tensors else ""
 
 
+def own_part(t: Any) -> Any:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return t._local_tensor if is_distributed(type(t)) else t
+
+
+def layout_of(t: Any) -> Layout | None:
+    """How a DTensor lies; None for other tensors."""
+    if not is_distributed(type(t)):
+        return None
+    return Layout(t.device_mesh, tuple(t.placements), t.shape, t.stride(), t._local_tensor.shape)
+
+
+def laid_out(part: Any, layout: Layout | None) -> Any:
+    """The DTensor that lies as ``layout`` says, of this rank's part."""
+    if layout is None or is_distributed(type(part)):
+        return part
+    made = sys.modules["torch.distributed.tensor"].DTensor
+    return made.from_local(
+        part,
+        layout.device_mesh,
+        layout.placements,
+        run_check=False,
+        shape=layout.shape,
+        stride=layout.strides,
+    )
+
+
 def dividing_groups(mesh: Any, placements: Any) -> tuple[str, ...]:
     """Names of the groups whose ranks have different parts of a DTensor."""
     return tuple(mesh.get_group(k).group_name for k, x in enumerate(placements) if x.is_shard())
@@ -303,6 +330,23 @@ class _LetGo:
             "its buckets are no more, so that they take no memory beside the budget",
             "call the step that fit has returned, or put the module into a new DistributedDataParallel",
         )
+
+
+class Buckets(NamedTuple):
+    """What a DistributedDataParallel sends gradients in: the bytes of each, and whether gradients lie there."""
+
+    sizes: tuple[int, ...]
+    views: bool
+
+
+def active_buckets() -> Buckets | None:
+    """Of the DistributedDataParallel whose forward pass is running; None where there is none."""
+    ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if ddp is None:
+        return None
+    known = ddp._get_ddp_logging_data()
+    sizes = known.get("rebuilt_bucket_sizes") or known["bucket_sizes"]
+    return Buckets(tuple(int(x) for x in str(sizes).split(",")), bool(ddp.gradient_as_bucket_view))
 
 
 def let_go_of_buckets(ddp: Any) -> None:

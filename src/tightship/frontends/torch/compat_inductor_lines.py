@@ -15,7 +15,7 @@ import torch
 
 from tightship.errors import Unsupported
 
-__all__ = ["ORIGIN", "Event", "Kernel", "Lowered", "read_lines"]
+__all__ = ["ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines"]
 
 
 # --- what a lowered graph asks of memory -----------------------------------------------------------------------
@@ -136,6 +136,10 @@ def _allocate(line: Any, graph: Any) -> Iterator[Event]:
 
 ORIGIN: Final = "tightship_origin"
 """What a node's metadata says of the joint graph's node that it is a copy of, by name."""
+
+
+SEGMENT: Final = "tightship_segment"
+"""What a node's metadata says of its place in a planned pass: nodes of two segments are not computed side by side."""
 
 
 def _origin(buffer: Any, graph: Any) -> str:

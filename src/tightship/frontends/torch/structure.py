@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput
+from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.program import Ref
 
 __all__ = [
@@ -211,7 +212,8 @@ def _described(leaf: Any) -> Any:
 @dataclass(frozen=True)
 class Results:
     """How a program's results are put together: ``tree`` has a position where a result goes; ``after`` are the caches
-    of the batch as the run leaves them, in that form, too."""
+    of the batch as the run leaves them, in that form, too. A ``layout`` is that of the DTensor of which a result
+    is this rank's part."""
 
     tree: Any
     after: tuple[Any, ...] = ()
@@ -219,6 +221,7 @@ class Results:
     @dataclass(frozen=True)
     class Position:
         index: int
+        layout: compat_distributed.Layout | None = None
 
     @staticmethod
     def of_refs(tree: Any, after: Sequence[Any] = ()) -> tuple[Results, list[int]]:
@@ -245,7 +248,7 @@ class Results:
                 return x
             if x.index >= len(tensors):
                 raise BadInput(f"result {x.index} is missing: the program handed back {len(tensors)}")
-            return tensors[x.index]
+            return compat_distributed.laid_out(tensors[x.index], x.layout)
 
         for cache, after in zip(given, self.after, strict=True):
             _renewed(cache, map_leaves(leaf, after))

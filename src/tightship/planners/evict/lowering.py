@@ -22,7 +22,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.plan import Step
 from tightship.planners.evict.problem import Decision, EvictionProblem, best_of
-from tightship.simulate import baseline, replay
+from tightship.simulate import Timeline, baseline, replay
 
 __all__ = [
     "Run",
@@ -79,17 +79,22 @@ def decide(
     runs: Sequence[Run] | None = None,
     transfers: Sequence[Transfer] = (),
 ) -> Decision:
-    """The decision to do what `lower` says, with what it costs; not a valid one where the replay refuses it."""
+    """The decision to do what `lower` says, with what it costs; not a valid one where the replay refuses it, or where
+    more is copied out at once than the problem allows."""
     graph = problem.graph
     count = sum(run.again for run in runs or ()) + len(transfers)
-    kept = replay(graph, baseline(graph, problem.order))
+    kept = problem.kept
     steps = lower(graph, problem.order, runs, transfers)
     try:
-        line = replay(graph, steps)
+        line: Timeline | None = replay(graph, steps)
     except BadInput:
+        line = None
+    if line is None or (problem.host is not None and line.host_peak > problem.host):
         return Decision(problem.nothing(), kept.peak, 0.0, count, met=False, valid=False)
     extra = max(0.0, line.time - kept.time)
-    return Decision(problem.nothing(), line.peak, extra, count, line.peak <= budget, steps=steps)
+    return Decision(
+        problem.nothing(), line.peak, extra, count, line.peak <= budget, steps=steps, host=line.host_peak
+    )
 
 
 def _with_lifetimes(graph: Graph, runs: Sequence[Run]) -> tuple[Step, ...]:

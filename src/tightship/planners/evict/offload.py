@@ -31,7 +31,7 @@ def plan(
 ) -> Decision:
     """Offload as many storages as the budget asks for."""
     o = options or Options()
-    choices = _within(problem, longest_transfers(problem.graph, problem.order), o.host)
+    choices = _within(problem, longest_transfers(problem.graph, problem.order), o.host or problem.host)
 
     def overlapped(n: int) -> Decision:
         return decide(problem, budget, transfers=overlap(problem.graph, problem.order, choices[:n]))
@@ -43,7 +43,7 @@ def plan(
     return best_of((best, waiting))
 
 
-def _within(problem: EvictionProblem, transfers: list[Transfer], host: int) -> list[Transfer]:
+def _within(problem: EvictionProblem, transfers: list[Transfer], host: int | None) -> list[Transfer]:
     """Those that fit into the host's memory together, greedily."""
     found, used = [], 0
     for t in transfers:

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import Rows, csr, pairs
+from tightship.analysis.order import Rows, csr, deepest_first, pairs
 from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import block_of, colors, layer, role, without_numbers
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph, distinct
 from tightship.plan import Step
-from tightship.simulate import baseline, extras, make_steps, replay
+from tightship.simulate import Timeline, baseline, extras, make_steps, replay, unplanned
 
 __all__ = [
     "COMPRESS",
@@ -135,7 +135,9 @@ class EvictionProblem:
     ``host``: bytes that may be copied out at once. ``chained``: ops that keep their place for a reason the graph does
     not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason.
     ``in_place``: results take the places of inputs wherever ops allow it and nothing needs those any more.
-    ``stands``: of a graph with parts of ops (`lowering.divided`), the op that each one stands for."""
+    ``stands``: of a graph with parts of ops (`lowering.divided`), the op that each one stands for.
+    ``deep``: for less memory, at a price or none: what an op reads is recomputed in the order of `deepest_first`, not
+    in the op's own, and what an op made of something that is written over later may be recomputed until then."""
 
     graph: Graph
     order: tuple[int, ...]
@@ -147,6 +149,7 @@ class EvictionProblem:
     stuck: frozenset[int] = frozenset()
     in_place: bool = True
     stands: tuple[int, ...] = ()
+    deep: bool = False
 
     @cached_property
     def archive(self) -> Archive:
@@ -162,6 +165,14 @@ class EvictionProblem:
             self._in_order[order] = replace(self, order=order)
         return self._in_order[order]
 
+    def deeper(self, order: tuple[int, ...]) -> EvictionProblem:
+        """The same with ``deep``, in another order; always the same problem, with what was found for it."""
+        return self._deep.in_order(order)
+
+    @cached_property
+    def _deep(self) -> EvictionProblem:
+        return replace(self, deep=True)
+
     @cached_property
     def engine(self) -> Any:
         g, c, facts = self.graph, self.graph.columns, self.graph.uses.facts
@@ -175,9 +186,10 @@ class EvictionProblem:
         fixed[maker[facts.definer[c.home[value]] != maker]] = 1
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
+        reads, needs = deepest_first(g) if self.deep else (facts.reads, facts.needs)
         engine = _core.Engine(
-            reads=facts.reads,
-            needs=facts.needs,
+            reads=reads,
+            needs=needs,
             defines=facts.defines,
             mutates=facts.mutates,
             updates=c.updates,
@@ -190,6 +202,7 @@ class EvictionProblem:
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
             overwrites=c.overwrites if self.in_place else csr([()] * len(g.ops)),
+            until_written=self.deep,
             **self._copies(),
         )
         if self.host is not None:
@@ -292,14 +305,20 @@ class EvictionProblem:
         phases = [self.graph.ops[k].phase for k in self.order]
         if "backward" in phases:
             return phases.index("backward")
-        steps = baseline(self.graph, self.order)
-        at = replay(self.graph, steps).peak_step
-        return sum(step.kind == "compute" for step in steps[:at]) if at > 0 else 0
+        line = self.kept
+        return sum(step.kind == "compute" for step in line.steps[: max(0, line.peak_step)])
 
     @cached_property
     def crossing(self) -> NDArray[np.bool_]:
         """Which gaps go from the forward into the backward."""
         return (self.gaps[:, 1] < self.boundary) & (self.gaps[:, 2] >= self.boundary)
+
+    @cached_property
+    def kept(self) -> Timeline:
+        """What the order costs with everything kept."""
+        if self.order == tuple(range(len(self.graph.ops))):
+            return unplanned(self.graph)
+        return replay(self.graph, baseline(self.graph, self.order))
 
     def nothing(self) -> Bits:
         return np.zeros(len(self.gaps), dtype=np.uint8)

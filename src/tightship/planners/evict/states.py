@@ -24,7 +24,7 @@ from tightship.options import option
 from tightship.plan import Step
 from tightship.planners.evict import keep
 from tightship.planners.evict.problem import Decision, EvictionProblem, Progress, csr
-from tightship.simulate import baseline, extra_bytes, replay
+from tightship.simulate import extra_bytes, replay, unplanned
 
 __all__ = ["MOST_OPS", "Options", "Shortest", "placed", "plan", "searchable", "shortest"]
 
@@ -65,7 +65,7 @@ def plan(
         return kept
     line = replay(problem.graph, found.steps)
     runs = sum(step.kind == "recompute" for step in found.steps)
-    extra = max(0.0, line.time - replay(problem.graph, baseline(problem.graph)).time)
+    extra = max(0.0, line.time - unplanned(problem.graph).time)
     return Decision(
         problem.nothing(), line.peak, extra, runs, line.peak <= budget, work=found.work, steps=found.steps
     )

@@ -21,7 +21,7 @@ from tightship.analysis.bounds import lower_bound
 from tightship.analysis.order import Ordered, dependents, predecessors
 from tightship.graph import Graph
 from tightship.options import Deadline, option
-from tightship.simulate import baseline, extra_bytes, replay
+from tightship.simulate import extra_bytes, unplanned
 
 __all__ = ["MOST", "Options", "plan", "solve"]
 
@@ -48,7 +48,7 @@ def solve(graph: Graph, options: Options | None = None, known: Ordered | None = 
     from elsewhere."""
     o = options or Options()
     if known is None:
-        given, peak = tuple(range(len(graph.ops))), replay(graph, baseline(graph)).peak
+        given, peak = tuple(range(len(graph.ops))), unplanned(graph).peak
         known = Ordered(given, peak, int(lower_bound(graph, recompute=False)))
     best = replace(known, work=0)
     if not best.order or len(best.order) > MOST or best.optimal:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,7 +26,10 @@ from tightship.machine import modeled_time
 from tightship.plan import Plan, Step
 from tightship.simulate import replay
 
-__all__ = ["FusedJoint", "FusedStep", "between_blocks", "fuse", "fuse_step"]
+__all__ = [
+    "FusedJoint", "Fusing", "Writing", "between_blocks", "fuse", "is_pointwise", "is_reduction", "is_view",
+    "place_of", "tensors_of", "with_excess",
+]  # fmt: skip
 
 _LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
 _LIKE_POINTWISE = (
@@ -70,7 +73,7 @@ class FusedJoint:
         """``pair``, which saves what `saved` says, with the backward pass as the plan has it: its order, and a copy
         of an op's nodes for each time that it runs. Raises ``Unsupported`` where the plan computes in the backward
         pass what draws random numbers or must happen once."""
-        return compat_inductor.with_backward(pair, _Writing(self, plan, pair).run())
+        return compat_inductor.with_backward(pair, Writing(self, plan, pair).run())
 
     def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph:
         """``graph``, which is this model's, with the bytes that its ops were short of as their workspace: what the
@@ -78,7 +81,7 @@ class FusedJoint:
         what the model has. The planner then sees what fused code keeps, converts or sums up late."""
         at = next(k for k, s in enumerate(plan.steps) if s.kind == "compute" and s.op == self.boundary)
         parts = range(at), range(at + 1, len(plan.steps))
-        return _with_excess(graph, plan, self.calls, zip(parts, passes, strict=True))
+        return with_excess(graph, plan, self.calls, zip(parts, passes, strict=True))
 
     def recompute_time(self, pair: compat_inductor.Pair) -> tuple[int, float]:
         """How many kernels run again, and their seconds, modeled."""
@@ -89,7 +92,7 @@ class FusedJoint:
         return len(kernels), sum(kernels)
 
 
-def _with_excess(
+def with_excess(
     graph: Graph, plan: Plan, calls: Mapping[int, Node],
     passes: Iterable[tuple[range, Sequence[tuple[str, int]]]],
 ) -> Graph:  # fmt: skip
@@ -129,11 +132,21 @@ def _runs(step: Step) -> bool:
     return step.kind in ("compute", "recompute")
 
 
+class Fused(Protocol):
+    """A model of fused code: ``exists`` has the nodes whose tensors do."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    @property
+    def exists(self) -> frozenset[Node]: ...
+
+
 @dataclass
-class _Writing:
+class Writing:
     """Writes a plan's backward pass as an fx graph."""
 
-    joint: FusedJoint | FusedStep
+    joint: Fused
     plan: Plan
     pair: compat_inductor.Pair | None
     fx: torch.fx.Graph = field(default_factory=torch.fx.Graph)
@@ -169,7 +182,7 @@ class _Writing:
         return self.fx
 
     def op(self, node: Node, kept: set[str]) -> None:
-        if not _is_pointwise(node) and not _is_reduction(node):
+        if not is_pointwise(node) and not is_reduction(node):
             self.segment += 1
         new = self.copied(node)
         parts = [u for u in node.users if u.target is operator.getitem]
@@ -202,11 +215,11 @@ class _Writing:
 def fuse(gm: GraphModule, outputs: int, *, name: str = "joint") -> FusedJoint:
     """The model of a joint graph whose first ``outputs`` results are the forward pass's. Raises ``Unsupported`` for
     higher-order ops and symbolic sizes."""
-    return _Fusing(gm, outputs, name).run()
+    return Fusing(gm, outputs, name).run()
 
 
 @dataclass
-class _Fusing:
+class Fusing:
     gm: GraphModule
     outputs: int
     name: str
@@ -248,10 +261,10 @@ class _Fusing:
     def _check(self) -> None:
         for n in self.calls:
             if isinstance(n.target, torch._ops.HigherOrderOperator):
-                raise Unsupported(f"{n.target} at {_place(n)}", "it is not an ATen op")
-            for t in _tensors(n):
+                raise Unsupported(f"{n.target} at {place_of(n)}", "it is not an ATen op")
+            for t in tensors_of(n):
                 if any(isinstance(x, torch.SymInt) for x in (*t.shape, *t.stride())):
-                    raise Unsupported(f"a symbolic size at {_place(n)}", "a budget needs numbers")
+                    raise Unsupported(f"a symbolic size at {place_of(n)}", "a budget needs numbers")
 
     # --- which tensors exist ---
 
@@ -266,12 +279,12 @@ class _Fusing:
             for u in users:
                 reached |= {self._reader(u)} if u in exists else readers.get(u, set())
             readers[n] = reached
-            if n.target is operator.getitem or _is_view(n) or _is_created(n):
+            if n.target is operator.getitem or is_view(n) or _is_created(n):
                 continue
             foreign = any(self._foreign(r) for r in reached)
             across = n not in self.late and any(r in self.late for r in reached)
             drawn = "inductor_random" in str(n.target)  # Inductor writes them out always
-            if not _is_pointwise(n) or drawn or n in handed or foreign or len(reached) > 1 or across:
+            if not is_pointwise(n) or drawn or n in handed or foreign or len(reached) > 1 or across:
                 exists.add(n)
         return exists
 
@@ -281,7 +294,7 @@ class _Fusing:
 
     def _foreign(self, n: Node) -> bool:
         """Whether nothing is fused into it."""
-        return not _is_pointwise(n) and not _is_reduction(n)
+        return not is_pointwise(n) and not is_reduction(n)
 
     def _leaves(self, n: Node) -> dict[int, None]:
         """The values that a node is computed from where it is read."""
@@ -307,7 +320,7 @@ class _Fusing:
             if compat_compile.is_tangent(n):
                 continue
             names.append(n.name)
-            for t in _tensors(n):
+            for t in tensors_of(n):
                 self._value(n, t, "input")
                 self.builder.inputs.append(self.value[n])
         return tuple(names)
@@ -327,7 +340,7 @@ class _Fusing:
         effect = compat_compile.mutates(n) or (n.is_impure() and not compat_inductor.draws(n))
         made = [] if effect else [u for u in n.users if u.target is operator.getitem] or [n]
         for m in made:
-            for t in _tensors(m):
+            for t in tensors_of(m):
                 self._value(m, t)
         outs = tuple(self.value[m] for m in made if m in self.value)
         if not outs and not effect:
@@ -338,14 +351,14 @@ class _Fusing:
         at = self.builder.op(
             Op(
                 self.builder.op_name(n.name), str(n.target), tuple(reads), outs, random=compat_inductor.draws(n),
-                effect=effect, time=seconds, flops=flops, phase=phase, source=_place(n),
+                effect=effect, time=seconds, flops=flops, phase=phase, source=place_of(n),
             )
         )  # fmt: skip
         self.ops[at] = n
 
     def _cost(self, n: Node, reads: dict[int, None], outs: Sequence[int]) -> tuple[int, float]:
         flops = 0
-        if not _is_pointwise(n) and not _is_reduction(n):
+        if not is_pointwise(n) and not is_reduction(n):
             args, kwargs = _arguments(n)
             count = compat.flop_formula(n.target) if isinstance(n.target, torch._ops.OpOverload) else None
             flops = int(count(*args, **kwargs, out_val=n.meta.get("val"))) if count else 0
@@ -359,7 +372,7 @@ class _Fusing:
     def _boundary(self) -> int:
         tangents = [n for n in self.gm.graph.find_nodes(op="placeholder") if compat_compile.is_tangent(n)]
         for n in tangents:
-            for t in _tensors(n):
+            for t in tensors_of(n):
                 self._value(n, t)
         made = tuple(self.value[n] for n in tangents if n in self.value)
         before = tuple(k for k, op in enumerate(self.builder.ops) if op.random or op.effect)
@@ -408,7 +421,7 @@ def _late(gm: GraphModule, forward: Sequence[Any]) -> set[Node]:
 # --- kinds of nodes ---
 
 
-def _is_view(n: Node) -> bool:
+def is_view(n: Node) -> bool:
     schema = getattr(n.target, "_schema", None)
     if str(n.target) in _LIKE_VIEWS or schema is None:
         return str(n.target) in _LIKE_VIEWS
@@ -419,19 +432,19 @@ def _is_created(n: Node) -> bool:
     return not n.all_input_nodes and not compat_inductor.draws(n) and not compat_compile.mutates(n)
 
 
-def _is_pointwise(n: Node) -> bool:
+def is_pointwise(n: Node) -> bool:
     if compat_inductor.draws(n) or compat_compile.mutates(n):
         return False
     return torch.Tag.pointwise in getattr(n.target, "tags", ()) or str(n.target) in _LIKE_POINTWISE
 
 
-def _is_reduction(n: Node) -> bool:
+def is_reduction(n: Node) -> bool:
     return torch.Tag.reduction in getattr(n.target, "tags", ()) or str(n.target).split(".")[1:2] in (
         ["sum"], ["mean"], ["amax"], ["amin"], ["var_mean"], ["var"], ["prod"], ["any"], ["argmax"], ["_softmax"],
     )  # fmt: skip
 
 
-def _tensors(n: Node) -> list[torch.Tensor]:
+def tensors_of(n: Node) -> list[torch.Tensor]:
     val = n.meta.get("val")
     return [val] if isinstance(val, torch.Tensor) else []
 
@@ -448,7 +461,7 @@ def _arguments(n: Node) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _place(n: Node) -> str:
+def place_of(n: Node) -> str:
     return trace_line(n.meta.get("stack_trace") or "") or n.name
 
 
@@ -474,260 +487,3 @@ def _block(node: Node) -> str:
     """The path of the outermost module of a list that a node is of."""
     paths = (str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
     return next((path for path in paths if _NUMBERED.search(path)), "")
-
-
-# --- a whole step -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class FusedStep:
-    """A graph that computes gradients and updates by itself, as a fusing compiler runs it: ``graph``, and the nodes
-    of each of its ops. What writes the same parameter and its state is one op."""
-
-    gm: GraphModule
-    graph: Graph
-    nodes: dict[int, str]
-    seconds: dict[str, float]
-    calls: dict[int, Node]
-    exists: frozenset[Node]
-    together: dict[Node, list[Node]]
-    outputs: int
-    late: frozenset[Node]
-
-    def is_late(self, node: Node) -> bool:
-        """Whether a node is of the backward pass or of the update."""
-        return node in self.late
-
-    def saving(self, saved: Collection[str]) -> GraphModule:
-        """The graph that keeps the nodes of these names for the backward pass, and what draws random numbers, and
-        computes whatever else it reads of the forward pass again, once, each node right before its first use."""
-        return _Saving(self, frozenset(saved)).run()
-
-    def ordered(self, plan: Plan) -> GraphModule:
-        """The graph as the plan has it: its order, and a copy of an op's nodes for each time that it runs."""
-        fx = _WritingStep(self, plan).run()
-        fx.lint()
-        made = GraphModule(self.gm, fx)
-        made.meta = dict(self.gm.meta)
-        return made
-
-    def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph:
-        """As `FusedJoint.with_excess`, of the one pass that there is."""
-        (used,) = passes
-        return _with_excess(graph, plan, self.calls, [(range(len(plan.steps)), used)])
-
-    def recompute_time(self, gm: GraphModule) -> tuple[int, float]:
-        """How many kernels of ``gm`` run again, and their seconds, modeled."""
-        names = [compat_inductor.origin(n) for n in gm.graph.nodes if n.op == "call_function"]
-        seen: set[str] = set()
-        again = [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
-        kernels = [self.seconds[name] for name in again if name in self.seconds]
-        return len(kernels), sum(kernels)
-
-
-def fuse_step(gm: GraphModule, outputs: int, *, name: str = "step") -> FusedStep:
-    """The model of a graph that writes to its inputs at its end. ``outputs``: how many of its results come of the
-    forward pass. Raises as `fuse`."""
-    return _FusingStep(gm, outputs, name).whole()
-
-
-class _FusingStep(_Fusing):
-    def whole(self) -> FusedStep:
-        (output,) = self.gm.graph.find_nodes(op="output")
-        self.results = list(torch.utils._pytree.tree_leaves(output.args[0]))
-        self.calls = [n for n in self.gm.graph.nodes if n.op == "call_function"]
-        self._check()
-        self.together = _written_together(self.calls)
-        self.last = {c: group[-1] for group in self.together.values() for c in group}
-        needed = _ancestors([x for x in self.results[: self.outputs] if isinstance(x, Node)])
-        self.late = {n for n in self.calls if n not in needed}
-        self.exists = self._existing()
-        self._primals()
-        for n in self.calls:
-            if n not in self.last:
-                self._op(n)
-            elif self.last[n] is n:
-                self._writes(n)
-        wanted = [v for x in self.results if isinstance(x, Node) for v in self._leaves(x)]
-        graph = self.builder.graph(dict.fromkeys(wanted), self.name)
-        return FusedStep(
-            self.gm, graph, self.nodes, self.seconds, self.ops, frozenset(self.exists), self.together,
-            self.outputs, frozenset(self._after_forward()),
-        )  # fmt: skip
-
-    def _after_forward(self) -> set[Node]:
-        """The nodes of the backward pass and the update. Running statistics, which no result needs, are of the
-        forward pass."""
-        found: set[Node] = set()
-        for n in self.calls:
-            of_forward = n.meta.get("nn_module_stack") and not any(a in found for a in n.all_input_nodes)
-            if n in self.late and not of_forward:
-                found.add(n)
-        return found
-
-    def _reader(self, n: Node) -> Node:
-        return self.last.get(n, n)
-
-    def _foreign(self, n: Node) -> bool:
-        return n not in self.last and super()._foreign(n)
-
-    def _writes(self, last: Node) -> None:
-        """What writes a parameter and its state: one kernel, which reads each before it writes it."""
-        reads: dict[int, None] = {}
-        mutated = []
-        for n in self.together[last]:
-            for a in n.all_input_nodes:
-                reads |= self._leaves(a)
-            mutated.append(self.builder.storage_of(self.value[n.args[0]]))  # type: ignore[index]
-        storages = self.builder.storages
-        traffic = sum(storages[self.builder.storage_of(v)].size for v in reads)
-        traffic += sum(storages[s].size for s in mutated)
-        at = self.builder.op(
-            Op(
-                self.builder.op_name(last.name), "update", tuple(reads), (), mutates=tuple(mutated),
-                time=modeled_time(0, traffic), phase="update", source=_place(last),
-            )
-        )  # fmt: skip
-        self.ops[at] = last
-
-
-def _ancestors(nodes: Sequence[Node]) -> set[Node]:
-    found: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        n = stack.pop()
-        if n not in found:
-            found.add(n)
-            stack.extend(n.all_input_nodes)
-    return found
-
-
-def _written_together(calls: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Writes that share what they compute elementwise, and nothing else reads: by the last of each such set. What is
-    one number (a norm, a step's count) does not make one of two."""
-    written = [n for n in calls if compat_compile.mutates(n)]
-    home: dict[Node, Node] = {n: n for n in written}
-
-    def root(n: Node) -> Node:
-        while home[n] is not n:
-            n = home[n]
-        return n
-
-    reached: dict[Node, set[Node]] = {}
-    for n in reversed(calls):
-        if n in home:
-            reached[n] = {n}
-            continue
-        fusible = _is_pointwise(n) or _is_view(n)
-        if not fusible or not n.users or any(u not in reached for u in n.users):
-            continue
-        found = {w for u in n.users for w in reached[u]}
-        if all(t.numel() > 1 for t in _tensors(n)):
-            first, *rest = found
-            for w in rest:
-                home[root(w)] = root(first)
-        if len({root(w) for w in found}) == 1:
-            reached[n] = found
-    groups: dict[Node, list[Node]] = {}
-    for n in written:
-        groups.setdefault(root(n), []).append(n)
-    return {group[-1]: group for group in groups.values()}
-
-
-class _WritingStep:
-    """Writes a plan of a whole step as an fx graph."""
-
-    def __init__(self, step: FusedStep, plan: Plan) -> None:
-        self.step, self.plan = step, plan
-        self.write = _Writing(step, plan, None)  # type: ignore[arg-type]
-
-    def run(self) -> torch.fx.Graph:
-        step, write, graph = self.step, self.write, self.step.graph
-        named = {n.name: n for n in step.gm.graph.nodes}
-        for old in step.gm.graph.find_nodes(op="placeholder"):
-            new = write.fx.placeholder(old.name)
-            new.meta = dict(old.meta)
-            write.there[old] = new
-        for s in self.plan.steps:
-            if s.kind == "free" and s.form == "full":
-                for k in s.storages:
-                    write.there.pop(named[step.nodes[k]], None)
-            elif s.kind in ("compute", "recompute"):
-                node = step.calls[s.op]
-                if node in step.together:
-                    self.written(step.together[node])
-                    continue
-                kept = graph.uses.defines[s.op] if s.kind == "compute" else s.storages
-                write.op(node, {step.nodes[k] for k in kept})
-        (old,) = step.gm.graph.find_nodes(op="output")
-        write.segment += 1
-        write.fx.output(torch.fx.map_arg(old.args[0], write.read)).meta = dict(old.meta)
-        return write.fx
-
-    def written(self, group: Sequence[Node]) -> None:
-        """All is read before anything is written."""
-        self.write.segment += 1
-        for n in group:
-            for a in n.all_input_nodes:
-                self.write.read(a)
-        for n in group:
-            self.write.copied(n)
-
-
-class _Saving:
-    """Writes a step's graph in its own order with what it saves of the forward pass."""
-
-    def __init__(self, step: FusedStep, saved: frozenset[str]) -> None:
-        self.step, self.saved = step, saved
-        self.fx = torch.fx.Graph()
-        self.there: dict[Node, Node] = {}
-        self.again: dict[Node, Node] = {}
-        self.segment = 0
-
-    def run(self) -> GraphModule:
-        late = self.step.late
-        first = [n for n in self.step.gm.graph.nodes if n not in late and n.op != "output"]
-        for n in first:
-            self.there[n] = self.copied(n, self.there.__getitem__)
-        for n in (n for n in self.step.gm.graph.nodes if n in late):
-            for a in n.all_input_nodes:
-                self.make(a)
-            self.there[n] = self.copied(n, self.read)
-        (old,) = self.step.gm.graph.find_nodes(op="output")
-        self.fx.output(torch.fx.map_arg(old.args[0], self.there.__getitem__)).meta = dict(old.meta)
-        self.fx.lint()
-        made = GraphModule(self.step.gm, self.fx)
-        made.meta = dict(self.step.gm.meta)
-        return made
-
-    def copied(self, node: Node, read: Callable[[Node], Node]) -> Node:
-        if node.op == "call_function" and not _is_pointwise(node) and not _is_reduction(node):
-            self.segment += not _is_view(node) and node.target is not operator.getitem
-        new = self.fx.node_copy(node, read)
-        new.meta = {**node.meta, compat_inductor.ORIGIN: node.name}
-        if node.op == "call_function":
-            new.meta[compat_inductor.SEGMENT] = self.segment
-        return new
-
-    def kept(self, node: Node) -> bool:
-        """Whether the backward pass reads what there is."""
-        once = compat_inductor.draws(node) or compat_compile.mutates(node) or node.is_impure()
-        if node.target is operator.getitem:
-            once = once or compat_inductor.draws(node.args[0])  # type: ignore[arg-type]
-        return once or node in self.step.late or node.op != "call_function" or node.name in self.saved
-
-    def read(self, node: Node) -> Node:
-        return self.there[node] if self.kept(node) else self.again[node]
-
-    def make(self, node: Node) -> None:
-        """Sees to it that a node can be read in the backward pass. As deep as the forward pass: no recursion."""
-        stack = [node]
-        while stack:
-            n = stack[-1]
-            if self.kept(n) or n in self.again:
-                stack.pop()
-            elif missing := [a for a in n.all_input_nodes if not self.kept(a) and a not in self.again]:
-                stack.extend(missing)
-            else:
-                self.again[n] = self.copied(n, self.read)
-                stack.pop()

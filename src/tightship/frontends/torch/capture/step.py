@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tightship.errors import BadInput, Unplannable, Unsupported
+from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat, compat_capture, compat_distributed
+from tightship.frontends.torch.capture.checks import (
+    check_changes,
+    check_model,
+    check_replaced,
+    check_same,
+    checked_leaf,
+    shared_buffer,
+    shared_storages,
+)
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_whole
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
-from tightship.frontends.torch.capture.tape import Origin, Tape, TapeValue, Tracker
-from tightship.frontends.torch.collectives import reduced, share
+from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker
 from tightship.frontends.torch.optimizer.copy import Rows
 from tightship.frontends.torch.optimizer.updates import (
     Member,
@@ -44,29 +50,14 @@ from tightship.frontends.torch.structure import (
 )
 
 __all__ = [
-    "DATA_PARALLEL",
-    "Ending",
-    "StepCapture",
+    "Capture",
     "capture_forward",
     "capture_loss",
     "capture_step",
     "capture_update",
-    "check_changes",
-    "check_hooks",
-    "check_model",
-    "check_replaced",
-    "checked_leaf",
     "module_of",
+    "tensors_of",
 ]
-
-
-DATA_PARALLEL = (
-    'train DistributedDataParallel(torch.compile(model, backend="tightship", options={"budget": …})), with '
-    "torch._dynamo.config.optimize_ddp = False"
-)
-"""What trains one model on several ranks."""
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 
 
 def capture_step(
@@ -99,7 +90,7 @@ def capture_step(
     if any(c.is_plain for c in capture.changes):
         with applied(capture.changes):
             second = Capture(model, batch, name).step(loss, optimizer)
-        _check_same(program, second, capture.changes)
+        check_same(program, second, capture.changes)
     return program
 
 
@@ -160,77 +151,7 @@ def capture_forward(
             m.training = was
 
 
-# --- what is captured -----------------------------------------------------------------------------------------
-
-
-def check_model(model: Any, *, hooks: bool = False, shards: bool = False) -> None:
-    """``hooks``, and what ``fully_shard`` has made (``shards``): they are taken care of."""
-    compat.require_torch()
-    if not isinstance(model, torch.nn.Module):
-        raise BadInput(f"object of type {type(model).__name__}; give a torch.nn.Module", place="model")
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise Unsupported(
-            "a model in DistributedDataParallel", "its hooks run outside the step",
-            "give its .module (tightship.fit on several ranks takes the model as it is, or its .module and "
-            f"parallel=tightship.DataParallel()); or {DATA_PARALLEL}",
-        )  # fmt: skip
-    by = compat_distributed.distributed_by(model)
-    if by and not (shards and by in ("fully_shard", "DTensor")):
-        raise Unsupported(
-            f"a model whose parameters are distributed by {by}",
-            "its parts are gathered outside of what a plan sees",
-            "give fit the plain model and parallel=tightship.DataParallel(shard=True)",
-        )
-    if not hooks:
-        check_hooks(model.named_parameters(), model.modules())
-
-
-def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterable[torch.nn.Module]) -> None:
-    """Raises ``Unsupported`` for hooks on parameters and for backward hooks of modules, which the captured backward
-    pass would not run."""
-    if compat.backward_hooks(modules):
-        raise Unplannable(
-            "a backward hook on a module", "the captured backward pass does not run hooks",
-            "remove it, or hook the tensor in the forward pass (tensor.register_hook)",
-        )  # fmt: skip
-    for n, p in parameters:
-        if compat.gradient_hooks(p):
-            raise Unsupported(
-                f"a hook on the parameter {n!r}",
-                "this capture runs none",
-                "remove it; tightship.fit takes it along",
-            )
-
-
 # --- the capture ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ending:
-    """What follows a step's forward pass: a backward pass for the gradients of ``wanted`` parameters, and the
-    optimizer's ``updates`` with them.
-
-    Where the step ends with the backward pass, ``leaves`` is true: gradients are added to those of ``held``, in
-    place, and the others are the program's last results; the optimizer's state stands beside them. Otherwise ``clip``
-    changes gradients before the updates, in place, and may return a tensor, which is the program's last result.
-    ``averaged`` are the parameters whose gradients are averaged over all ranks before that, by message. ``add_up``
-    adds up over all ranks, in place, those of which each rank still has a summand behind the clipping.
-    ``repeats``: whether collectives that change nothing may run again.
-    """
-
-    wanted: tuple[str, ...]
-    updates: Updates | SeveralUpdates | None
-    clip: Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None] | None = None
-    leaves: bool = False
-    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    averaged: tuple[tuple[str, ...], ...] = ()
-    add_up: Callable[[Mapping[str, torch.Tensor]], None] | None = None
-    repeats: bool = False
-
-    @property
-    def part(self) -> str:
-        """Which part of a step ends so; empty for all of it."""
-        return "" if not self.leaves else "adding" if self.held else "backward"
 
 
 @dataclass(frozen=True)
@@ -247,7 +168,7 @@ class Capture:
         self.model, self.batch, self.name = model, batch, name
         self.parameters = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
-        tensors = [*self.parameters.values(), *self.buffers.values(), *_tensors(batch)]
+        tensors = [*self.parameters.values(), *self.buffers.values(), *tensors_of(batch)]
         self.has_data = not any(compat.is_fake(t) or t.is_meta for t in tensors)
         self.mode = compat.fake_mode_of(tensors) or compat.fake_mode()
         self.device = compat.thinkable(device or "cpu")
@@ -546,276 +467,6 @@ class Capture:
             r.origin = Origin(updater.name.rpartition(".")[0], "")
 
 
-class StepCapture(Capture):
-    """Captures a step whose calls come one by one, as `Execution` makes them: ``program`` when all are made."""
-
-    def __init__(self, model: torch.nn.Module, batch: Any, name: str, ending: Ending) -> None:
-        super().__init__(model, batch, name)
-        self.ending, self.tape.repeats = ending, ending.repeats
-        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._given = self._fakes(ending.held.values())
-
-    @property
-    def stand_ins(self) -> Any:
-        """The batch on fake tensors."""
-        return self._given.batch
-
-    @property
-    def guards(self) -> list[Any]:
-        return self.recorder.guards
-
-    def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What the code sees of parameters, buffers and the batch, and the fake tensor of each."""
-        own = [(p, self._given.parameters[n]) for n, p in self.parameters.items()]
-        own += [(b, self._given.buffers[n]) for n, b in self.buffers.items()]
-        return own + [(t, t) for t in _tensors(self._given.batch)]
-
-    @contextmanager
-    def executing(self) -> Iterator[None]:
-        with compat_distributed.shapes_asked_outside(), self.mode, self.recorder:
-            yield
-
-    def instead(self, func: Any) -> Any:
-        """What is called in the place of a function that reads data by itself."""
-        return self.readers.instead(func)
-
-    def swapped(self) -> AbstractContextManager[None]:
-        """The model on fake tensors."""
-        return self._swapped(self._given)
-
-    def origin(self) -> Origin:
-        return self.tracker.here()
-
-    def place(self, origin: Origin | None) -> None:
-        """Where calls come from that are made again; None: where the running code is."""
-        self.tracker.place = origin
-
-    def asking(self, number: int) -> None:
-        """The ops to come belong to the torch function's call of that number."""
-        self.recorder.asked = number
-
-    def write_back(self, buffer: torch.Tensor, now: torch.Tensor) -> None:
-        """To be taken down behind the backward pass."""
-        self._late.append((buffer, now))
-
-    def resume(self) -> None:
-        self.tracker.resume()
-
-    def random_calls(self) -> set[int]:
-        """The numbers of the calls that draw random numbers."""
-        return {r.asked for r in self.tape.records if r.random}
-
-    def described(self, tensor: torch.Tensor) -> TapeValue | None:
-        """What `ended` takes for a tensor of the step, if it is one whose bytes a program can hand back."""
-        return self.tape.described(tensor)
-
-    def ended(
-        self, loss: torch.Tensor, results: Sequence[torch.Tensor], spec: Results, notes: Sequence[str]
-    ) -> Callable[[Sequence[TapeValue]], Program]:
-        """Takes down what follows the calls made; returns what makes the program, with further results behind
-        those that the step hands back. It holds no tensor that the code has seen."""
-        ending = self.ending
-        wanted = ending.wanted if self._trained() else ()
-        leaves = [self._given.parameters[n] for n in wanted]
-        held = self._held(ending.held)
-        for n, g in held.items():
-            self._given.parameters[n].grad = g
-        self.asking(-1)
-        if any(c.grad_fn is not None for c in self.tape.constants) and compat.runs_into_the_past(loss):
-            raise Unsupported(
-                "a backward pass through a tensor that an earlier step has made",
-                "that step's backward pass has freed its graph, in eager, too",
-                "keep a tensor without a graph (detach())",
-            )  # fmt: skip
-        with torch.enable_grad(), self.executing():
-            values = [self.tape.value(t) for t in (*results, loss)]
-            with self._stepping_in_hooks():
-                gradients = self._gradients(loss, wanted, leaves)
-            self._write_back(self._late, self._given)
-        made: list[str] = []
-        norm: torch.Tensor | None = None
-        _check_held(held, gradients)
-        if ending.leaves:
-            made = [n for n in gradients if n not in held]
-            if ending.updates is not None:
-                self._state(ending.updates, gradients)
-        else:
-            gradients = self._averaged(gradients)
-            if ending.clip is not None:
-                found = {n: p for n, p in self._given.parameters.items() if n in gradients}
-                norm = self._clipped(ending.clip, found)  # in the model's order, in which norms add up
-            if ending.add_up is not None:
-                with torch.no_grad(), self.executing(), self.recorder.in_phase("update"):
-                    ending.add_up(gradients)
-            notes = [*notes, *self._updated(ending.updates, self._given, gradients)]
-        last = [gradients[n] for n in made] if norm is None else [norm]
-        tape, guards, name, ends = self.tape, self.recorder.guards, self.name, [*map(self.tape.value, last)]
-        batch = BatchSpec.of(self.batch)
-
-        def program(kept: Sequence[TapeValue]) -> Program:
-            handed_back = [*values[:-1], *map(tape.intern, kept), *ends]
-            captured = finish(
-                tape, handed_back, result_spec=spec, name=name, guards=guards, batch=batch, notes=notes,
-                losses=values[-1:], sums=True, whole_batch=False,
-            )  # fmt: skip
-            return replace(captured, gradients=tuple(made))
-
-        return program
-
-    def _averaged(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Averages gradients over all ranks in place, as soon as nothing else needs those of one message."""
-        records, tape = self.tape.records, self.tape
-        buckets = [[n for n in names if n in gradients] for names in self.ending.averaged]
-        homes = {n: tape.storage(tape.value(gradients[n])) for names in buckets for n in names}
-        last: dict[int, int] = {}
-        for k, r in enumerate(records):
-            used = {tape.storage(v) for v in (*r.reads, *(v for v in r.results if v >= 0))}
-            last |= dict.fromkeys((*used, *r.writes), k)
-        behind: dict[int, list[Any]] = {}
-
-        def recorded(at: int, known: int) -> None:
-            behind.setdefault(at, []).extend(records[known:])
-            del records[known:]
-
-        with torch.no_grad(), self.executing(), self.recorder.in_phase("backward"):
-            for names in filter(None, buckets):
-                owned, parts = [], []
-                for n in names:
-                    owned.append(
-                        list(homes.values()).count(homes[n]) == 1 and not tape.storages[homes[n]].role
-                    )
-                    known = len(records)
-                    parts.append(share(gradients[n], own=owned[-1]))
-                    recorded(last.get(homes[n], -1), known)
-                known = len(records)
-                means = reduced(parts)
-                recorded(max(last.get(homes[n], -1) for n in names), known)
-                for n, own, mean in zip(names, owned, means, strict=True):
-                    if not own:
-                        gradients[n] = self._given.parameters[n].grad = mean
-                        self._name_gradient(n, mean)
-        records[:] = [
-            *behind.get(-1, ()),
-            *(x for k, r in enumerate(records) for x in (r, *behind.get(k, ()))),
-        ]
-        return gradients
-
-    @contextmanager
-    def _stepping_in_hooks(self) -> Iterator[None]:
-        """Where hooks on parameters step the step's optimizers, their updates are taken down there."""
-        updates = self.ending.updates
-
-        def stepped(part: int) -> None:
-            assert updates is not None
-            given = self._given.parameters
-            with compat.without_modes(), torch._C.DisableTorchFunction():
-                gradients = {n: g for n in updates.parts[part].names if (g := given[n].grad) is not None}
-                for updater in updates.ops_of(part, gradients, self._rows(gradients)):
-                    self._update(updater, given, gradients)
-
-        def refuse(optimizer: Any) -> None:
-            raise Unsupported(
-                f"a hook on a parameter that steps a {type(optimizer).__name__}", "fit does not know that optimizer",
-                "give fit all of them, as a list; or leave hooks out: a planned step updates each parameter "
-                "as soon as its gradient is there",
-            )  # fmt: skip
-
-        with ExitStack() as stack:
-            for k, part in enumerate(updates.parts if updates is not None else ()):
-                stack.enter_context(compat.step_replaced(part.optimizer, partial(stepped, k)))
-            stack.enter_context(compat.steps_seen(refuse))
-            yield
-
-
-def _check_held(held: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
-    """Raises ``Unsupported`` where a hook has put something else in the place of a gradient that was added to."""
-    for n, g in held.items():
-        now = gradients.get(n)
-        if now is None or compat.storage_key(now) != compat.storage_key(g):
-            raise Unsupported(
-                f"a hook on {n!r} that replaces or clears a gradient which earlier batches have added to",
-                "a planned step adds to it where it lies", "change it in place (grad.mul_(…)), or clear it first",
-            )  # fmt: skip
-
-
-def shared_buffer(name: str) -> Unsupported:
-    """The error for a buffer in whose place a step puts the bytes of a parameter, or of another buffer."""
-    return Unsupported(
-        f"a buffer that a step makes share bytes with {name!r}",
-        "in eager it would follow every change of that",
-        "put a copy there (clone())",
-    )
-
-
-def check_replaced(name: str, buffer: torch.Tensor, now: torch.Tensor | None) -> None:
-    """Raises ``Unsupported`` for a buffer in whose place a step puts something that cannot be written back into it:
-    later steps would find it otherwise than in eager."""
-    if now is None or (now.shape, now.dtype, now.device) != (buffer.shape, buffer.dtype, buffer.device):
-        what = "a tensor of another size or type"
-    elif _strides(now) != _strides(buffer):
-        what = f"a tensor with strides {tuple(now.stride())} instead of {tuple(buffer.stride())}"
-    else:
-        return
-    raise Unsupported(
-        f"the buffer {name!r}", f"the step replaces it by {what}",
-        "write into it with copy_(), or run the model once before capturing it",
-    )  # fmt: skip
-
-
-def _strides(tensor: torch.Tensor) -> list[int]:
-    return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
-
-
-def checked_leaf(x: Any) -> Any:
-    """What may be handed back beside tensors; raises ``Unsupported`` for anything else."""
-    if isinstance(x, _PLAIN):
-        return x
-    raise Unsupported(
-        f"a {type(x).__name__} among the results of a step",
-        "tensors inside it cannot be found",
-        "return its tensors in lists, tuples, dicts or dataclasses",
-    )
-
-
-# --- steps that change what the next one does -----------------------------------------------------------------
-
-
-def check_changes(changes: Sequence[Change], program: Program) -> None:
-    """A tensor that the step reads and replaces would be read as it is now for ever."""
-    for c in changes:
-        if isinstance(c.old, torch.Tensor) and any(c.old is t for t in program.constants):
-            raise Unsupported(
-                f"the tensor {c}", "the step reads it and puts another in its place",
-                "make it a buffer (register_buffer)",
-            )  # fmt: skip
-
-
-def _check_same(first: Program, second: Program, changes: Sequence[Change]) -> None:
-    """What the model counts and keeps in plain attributes must make no difference to the next step's ops."""
-    alike = (
-        first.graph.digest == second.graph.digest
-        and all(
-            repr((a.args, a.kwargs)) == repr((b.args, b.kwargs))
-            for a, b in zip(first.calls, second.calls, strict=True)
-        )
-        and len(first.constants) == len(second.constants)
-        and all(a is b or torch.equal(a, b) for a, b in zip(first.constants, second.constants, strict=True))
-    )
-    if not alike:
-        names = ", ".join(str(c) for c in changes if c.is_plain)
-        raise Unsupported(
-            f"a step that changes {names}", "the next step would run other ops or with other numbers",
-            "keep it in a buffer and compute with tensors, or run the model once before capturing it",
-        )  # fmt: skip
-
-
-def shared_storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The storages in which several of the tensors lie."""
-    count = Counter(
-        compat.storage_key(t) for t in tensors if t.layout is torch.strided and not compat.is_fake(t)
-    )
-    return {s for s, n in count.items() if n > 1}
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors among its leaves."""
     return [t for t in flatten(tree) if isinstance(t, torch.Tensor)]

@@ -589,9 +589,11 @@ def _on_copies(
     ones, either."""
     plain = compat.plain_step(type(optimizer))
 
-    def tried(scratch: Callable[[torch.Tensor], torch.Tensor]) -> Kept:
+    def tried(scratch: Callable[[torch.Tensor], torch.Tensor], *, fused: bool = True) -> Kept:
         others = {id(p): torch.nn.Parameter(scratch(p), p.requires_grad) for p in params}
         made = copied(optimizer, others, alone=not held)
+        for group in made.param_groups if not fused else ():
+            group["fused"] = False
         pairs = [
             (q, sparse_gradient(q, [blank_term(q, Rows(1))]) if i in sparse else torch.zeros_like(q))
             for i, q in others.items()
@@ -621,9 +623,21 @@ def _on_copies(
                 return tried(blank)
         except Exception:
             pass
+
+    def zeros(p: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    on_meta = any(p.is_meta for p in params)
     try:
-        with random_untouched():
-            return tried(lambda p: torch.zeros_like(p, memory_format=torch.preserve_format))
+        with random_untouched(), compat.fused_on_meta():
+            try:
+                return tried(zeros)
+            except (
+                NotImplementedError
+            ):  # of a fused kernel torch does not know the shapes: the plain one's are the same
+                if not on_meta:
+                    raise
+                return tried(zeros, fused=False)
     except Exception as error:
         raise does_not_run(optimizer, error) from error
 

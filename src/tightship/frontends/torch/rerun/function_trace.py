@@ -431,7 +431,7 @@ def _is_numpy_number(x: Any) -> bool:
 
 
 class Capturing(Protocol):
-    """What runs calls on fake tensors and writes the ops down: `step.StepCapture`."""
+    """What runs calls on fake tensors and writes the ops down: `incremental.StepCapture`."""
 
     recorder: Any
     inside: Any

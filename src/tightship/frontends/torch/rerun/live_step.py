@@ -26,13 +26,9 @@ import torch
 
 from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture, compat_distributed
+from tightship.frontends.torch.capture.checks import check_replaced, checked_leaf
+from tightship.frontends.torch.capture.incremental import Ending, StepCapture
 from tightship.frontends.torch.capture.state_restore import Change, Leftovers, stand_ins_in
-from tightship.frontends.torch.capture.step import (
-    Ending,
-    StepCapture,
-    check_replaced,
-    checked_leaf,
-)
 from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.function_trace import (
     FunctionTrace,
@@ -495,7 +491,9 @@ class _Code:
         def leaf(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
                 n = rerun.number(x)
-                return Results.Position(next(position)) if n >= 0 and n not in trace.constants else x
+                if n < 0 or n in trace.constants:
+                    return x
+                return Results.Position(next(position), compat_distributed.layout_of(x))
             return checked_leaf(x)
 
         spec = Results(map_leaves(leaf, out))

@@ -1,0 +1,243 @@
+"""Partitions of a joint graph: Inductor's own, and those that save what they are told to.
+
+A part of ``compat``, under the same rule as `compat_inductor`: private interfaces of one version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch.compat import VERSION, is_random
+from tightship.frontends.torch.compat_inductor_lines import ORIGIN
+
+__all__ = [
+    "Pair", "as_planned", "copied", "digest", "draws", "extract", "origin", "overwritten_count", "results_of",
+    "stock_pair", "stock_saved", "with_backward",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Forward and backward graph of a joint graph. ``saved``: how many results of the first the second takes."""
+
+    forward: GraphModule
+    backward: GraphModule
+    outputs: int
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """What crosses the boundary, by name."""
+        return tuple(x.name for x in results_of(self.forward)[self.outputs :] if isinstance(x, Node))
+
+
+def results_of(gm: GraphModule) -> tuple[Any, ...]:
+    (output,) = gm.graph.find_nodes(op="output")
+    return tuple(output.args[0])
+
+
+def draws(node: Node) -> bool:
+    """Whether a node's result is another one when it runs again."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload) and is_random(node.target, node.args, node.kwargs):
+        return True
+    return "inductor_seeds" in str(node.target)
+
+
+def overwritten_count(pair: Pair) -> int:
+    """How many of the forward pass's results, the first ones, AOTAutograd copies into the caller's tensors and
+    drops."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    (output,) = pair.forward.graph.find_nodes(op="output")
+    return sum(isinstance(d, InputMutationAOTOutput) for d in output.meta.get("desc") or ())
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    graph = torch.fx.Graph()
+    values: dict[Node, Node] = {}
+    output = graph.graph_copy(gm.graph, values)
+    (old,) = gm.graph.find_nodes(op="output")
+    graph.output(output).meta = dict(old.meta)
+    for node, new in values.items():
+        new.meta = dict(node.meta)
+    made = GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    return made
+
+
+def digest(joint: GraphModule, static: Sequence[int]) -> str:
+    """Names everything that Inductor's lines for a joint graph depend on: the graph, with the sizes in it, which
+    inputs stay where they are, and Inductor's settings."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config
+
+    def sizes(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return tuple(x.shape), tuple(x.stride()), x.storage_offset(), str(x.dtype), str(x.device)
+        return tuple(map(sizes, x)) if isinstance(x, (list, tuple)) else str(x)
+
+    h = hashlib.sha256(repr((VERSION, torch.__version__, tuple(static))).encode())
+    for n in joint.graph.nodes:
+        row = (n.op, n.name, str(n.target), str(n.args), str(n.kwargs), sizes(n.meta.get("val")), draws(n))
+        h.update(repr(row).encode())
+    for settings in (config.save_config_portable(), aot_config.save_config_portable()):
+        settings = {k: v for k, v in settings.items() if "partitioner_fn" not in k}
+        h.update(repr(sorted((k, str(v)) for k, v in settings.items())).encode())
+    return h.hexdigest()
+
+
+def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], budget: float) -> Pair:
+    """What Inductor itself would choose at that ``activation_memory_budget``; where that draws random numbers twice,
+    which would give wrong gradients, the same with those numbers saved."""
+    from torch._functorch import config, partitioners
+
+    with config.patch(activation_memory_budget=budget), _rng_as_it_is():
+        forward, backward = partitioners.min_cut_rematerialization_partition(
+            copied(joint), inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static)
+        )
+    pair = Pair(forward, backward, outputs)
+    try:
+        return _checked(pair)
+    except (
+        Unsupported
+    ):  # below a budget of 1 it draws dropout's seeds anew in the backward pass: here they are saved
+        return extract(joint, outputs, pair.saved)
+
+
+@contextmanager
+def _rng_as_it_is() -> Iterator[None]:
+    """Inside, random ops under a checkpoint stay themselves, where PyTorch would wrap them into ops that keep the
+    generator's state: what really draws is saved, so that nothing draws twice; attention without dropout draws
+    nothing, and runs again as it is."""
+    from torch._functorch import partitioners
+
+    before = partitioners.functionalize_rng_ops
+
+    def unchanged(_joint: Any, forward: GraphModule, backward: GraphModule, _symbols: int) -> Any:
+        return forward, backward
+
+    partitioners.functionalize_rng_ops = unchanged
+    try:
+        yield
+    finally:
+        partitioners.functionalize_rng_ops = before
+
+
+def stock_saved(gm: GraphModule, late: Collection[Node], outputs: int, budget: float) -> tuple[str, ...]:
+    """What Inductor would save at that ``activation_memory_budget`` of a graph that computes gradients and updates by
+    itself, by name. ``late``: the nodes that are of its backward pass or its update."""
+    from torch._functorch import config, partitioners
+
+    names = {n.name for n in late}
+    joint = copied(gm)
+    written: tuple[list[Node], list[Node]] = [], []
+    for n in list(joint.graph.nodes):
+        if n.name in names:
+            n.meta["partitioner_tag"] = "must_be_in_backward"
+        if n.target is torch.ops.aten.copy_.default:
+            written[n.args[1].name in names].append(n.args[1])
+            n.replace_all_uses_with(n.args[0])
+            joint.graph.erase_node(n)
+    (end,) = joint.graph.find_nodes(op="output")
+    first = [*_nodes(end.args[0][:outputs]), *written[False]]
+    end.args = ((*first, *_nodes(end.args[0][outputs:]), *written[True]),)
+    end.meta.pop("desc", None)
+    with config.patch(activation_memory_budget=budget), _rng_as_it_is():
+        forward, _ = partitioners.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=len(first))
+    return tuple(x.name for x in _nodes(results_of(forward)[len(first) :]))
+
+
+def _nodes(results: Sequence[Any]) -> list[Node]:
+    return [x for x in results if isinstance(x, Node)]
+
+
+def extract(joint: GraphModule, outputs: int, saved: Sequence[str]) -> Pair:
+    """The partition that saves the nodes of these names, and what draws random numbers, and computes again whatever
+    else the backward pass needs, each node right before its first use. Raises
+    ``Unsupported`` where that would draw random numbers twice."""
+    from torch._functorch import partitioners
+
+    gm = copied(joint)
+    names = {*saved, *(part.name for n in gm.graph.nodes if draws(n) for part in [n, *_parts(n)])}
+    nodes = [n for n in gm.graph.nodes if n.name in names]
+    nodes.sort(key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
+    forward, backward = partitioners._extract_fwd_bwd_modules(gm, nodes, [], num_fwd_outputs=outputs)
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    pair = Pair(partitioners.raise_getitems(forward), partitioners.raise_getitems(backward), outputs)
+    for node in pair.backward.graph.nodes:
+        node.meta[ORIGIN] = origin(node)
+    _inputs_in_order(pair)
+    return _checked(pair)
+
+
+def _parts(node: Node) -> list[Node]:
+    return [u for u in node.users if u.target is operator.getitem]
+
+
+def _inputs_in_order(pair: Pair) -> None:
+    """Puts the backward graph's inputs as AOTAutograd gives them: what is saved, in the forward graph's order, then
+    tangents. Reordering leaves inputs that are read late behind the tangents."""
+    graph = pair.backward.graph
+    given = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    rest = [name for name in given if name not in pair.saved]
+    first = next(iter(graph.nodes))
+    for name in (*pair.saved, *rest):
+        if given[name] is first:
+            first = first.next
+        else:
+            first.prepend(given[name])
+    pair.backward.recompile()
+
+
+def with_backward(pair: Pair, backward: torch.fx.Graph) -> Pair:
+    """The pair with another backward graph, of the same inputs and results. Raises ``Unsupported`` as `extract`."""
+    backward.lint()
+    for node in backward.nodes:
+        if node.op in ("call_function", "get_attr"):
+            node.meta["autograd_backward"] = True
+    module = GraphModule(pair.backward, backward)
+    module.meta = dict(pair.backward.meta)
+    return _checked(Pair(pair.forward, module, pair.outputs))
+
+
+def origin(node: Node) -> str:
+    """The name in the joint graph of what a node is a copy of."""
+    return str(node.meta.get(ORIGIN, node.name))
+
+
+def as_planned(backward: GraphModule) -> dict[str, Any]:
+    """Inductor's settings for a backward pass. Where a convolution of the forward pass is computed again in it,
+    Inductor would turn the inputs of all of them to channels-last, as it does not in a backward pass without one: for
+    gradients of depthwise convolutions oneDNN then takes many times the workspace. A pass of ours keeps layouts."""
+    ours = any(ORIGIN in n.meta for n in backward.graph.nodes)
+    return {"layout_optimization": False} if ours else {}
+
+
+def _checked(pair: Pair) -> Pair:
+    first = {n.name for n in pair.forward.graph.nodes if draws(n)}
+    given = [n.name for n in pair.backward.graph.nodes if n.op == "placeholder"]
+    if tuple(given[: len(pair.saved)]) != pair.saved:
+        raise Unsupported(
+            "a partition whose backward pass takes what is saved in another order",
+            "it would get other tensors",
+            "report this",
+        )
+    late = [origin(n) for n in pair.backward.graph.nodes if draws(n)]
+    twice = [name for k, name in enumerate(late) if name in first or name in late[:k]]
+    if twice:
+        raise Unsupported(
+            f"drawing {', '.join(twice)} again in the backward pass",
+            "the numbers would be others",
+            "report this",
+        )
+    return pair

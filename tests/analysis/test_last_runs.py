@@ -1,0 +1,91 @@
+"""The bound from the last runs of large ops: never above the best plan of graphs small enough to try every plan, and
+more than single moments show where gradients pile up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from support.chains import chain
+from support.optimum import optimum
+from support.strategies import random_graph
+from tightship.analysis.bounds import Relaxation, lower_bound
+from tightship.analysis.last_runs import last_run_bound
+from tightship.graph import Graph, Op, Storage, Value
+from tightship.simulate import baseline, replay
+
+
+def gradients(layers: int, large: int, small: int) -> Graph:
+    """Layers that each make something large of something small, and a gradient of it in the backward pass."""
+    storages = [Storage("x0", small, "input"), *(Storage(f"x{k + 1}", small) for k in range(layers))]
+    ops: list[Op] = []
+
+    def add(name: str, reads: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        made = tuple(range(len(storages), len(storages) + len(sizes)))
+        storages.extend(Storage(f"{name}.{k}", size) for k, size in enumerate(sizes))
+        ops.append(Op(name, name[0], reads, made, time=1.0))
+        return made
+
+    x, hidden = [0], []
+    for k in range(layers):
+        hidden += add(f"h{k}", (x[-1],), (large,))
+        ops.append(Op(f"x{k}", "x", (hidden[-1],), (k + 1,), time=1.0))
+        x.append(k + 1)
+    (g,) = add("g", (x[-1],), (small,))
+    results = []
+    for k in reversed(range(layers)):
+        (wide,) = add(f"w{k}", (g, hidden[k]), (large,))
+        results += add(f"d{k}", (wide, x[k]), (small,))
+        (g,) = add(f"b{k}", (wide,), (small,))
+    values = tuple(Value(s.name, k) for k, s in enumerate(storages))
+    return Graph(tuple(ops), values, tuple(storages), (0,), tuple(results))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_no_plan_needs_less(in_place: bool) -> None:
+    surpassed = tried = 0
+    for seed in range(150):
+        graph = random_graph(seed, 3 + seed % 4, calls=0.0, updates=0.2)
+        if not in_place:
+            graph = graph.with_ops(tuple(replace(op, overwrites=()) for op in graph.ops))
+        try:
+            best = min(p.nbytes for p in optimum(graph))
+        except RuntimeError:  # too many states
+            continue
+        found, _ = last_run_bound(Relaxation(graph, in_place=in_place), graph.static_bytes)
+        assert found <= best
+        tried += 1
+        surpassed += found > graph.static_bytes
+    assert tried > 100 and surpassed > tried // 2
+
+
+def test_gradients_that_pile_up_are_seen_and_a_plan_gets_there() -> None:
+    graph = gradients(2, 256, 64)
+    best = min(p.nbytes for p in optimum(graph, most=400_000))
+    bound = lower_bound(graph)
+    assert graph.static_bytes + 2 * 256 < bound <= best
+    deep = gradients(8, 256, 64)
+    assert lower_bound(deep) >= 64 + 2 * 256 + 7 * 64  # all gradients but those of the last layer to run
+    assert deep.ops[lower_bound(deep).op].name[0] in "wh"
+
+
+def test_what_can_wait_elsewhere_weakens_it() -> None:
+    graph = gradients(8, 256, 64)
+    away = dict.fromkeys(range(len(graph.storages)), 0)
+    found, at = last_run_bound(Relaxation(graph, away), 0)
+    assert at >= 0 and found <= 64 + 2 * 256 + 2 * 64 < last_run_bound(Relaxation(graph), 0)[0]
+
+
+def test_a_larger_number_that_is_known_stays_and_no_result_means_no_more() -> None:
+    graph = chain(12)
+    peak = replay(graph, baseline(graph)).peak
+    assert last_run_bound(Relaxation(graph), peak) == (peak, -1)
+    assert last_run_bound(Relaxation(graph), 0)[0] <= lower_bound(graph)
+
+
+def test_ops_that_run_once_leave_what_they_drew() -> None:
+    graph = gradients(4, 256, 64)
+    drawn = graph.with_ops(tuple(replace(op, random=True) if op.name[0] == "h" else op for op in graph.ops))
+    found = [last_run_bound(Relaxation(g, redraw=False), 0)[0] for g in (graph, drawn)]
+    assert found[1] > found[0]
