@@ -437,8 +437,8 @@ def test_arguments_that_make_no_sense() -> None:
         estimate(model, batch, None, loss, "rtx9")
     with pytest.raises(BadInput, match="accumulate must be"):
         estimate(model, batch, None, loss, accumulate=0)
-    with pytest.raises(BadInput, match="unknown options compiled"):
-        estimate(model, batch, None, loss, compiled=True)  # type: ignore[call-arg]
+    with pytest.raises(BadInput, match="unknown options quantized"):
+        estimate(model, batch, None, loss, quantized=True)  # type: ignore[call-arg]
     with pytest.raises(BadInput, match="all of a step"):
         estimate(model, batch, None, loss, loop=step)
     with pytest.raises(BadInput, match="autocast is to"):
