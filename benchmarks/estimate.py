@@ -1,18 +1,20 @@
 """What `tightship.estimate` says against what the allocator measures, with two other tools' answers beside it.
 
-    python benchmarks/estimate.py [TABLE …] [--only TEXT] [--results FILE] [--write]
+    python benchmarks/estimate.py [TABLE …] [--only TEXT] [--compiled] [--results FILE] [--write]
 
 Each row is a model of docs/compatibility.md with random weights, trained for two steps on the CPU by a plain loop:
 forward pass, backward pass, AdamW, zero_grad. ``measured`` is the most bytes of all live blocks of torch's allocator,
 rounded up to 64 each, beside parameters, buffers and batch, which are there before. Beside it, of the same loop: the
 peak that ``torch.distributed._tools.mem_tracker`` reports while the loop really runs, and what ``accelerate
 estimate-memory`` says of training with Adam, four times the largest of the model's sizes. Tables are those of the
-modules ``compat_TABLE.py``; ``--write`` puts the page's table into docs/estimate.md.
+modules ``compat_TABLE.py``; ``--write`` puts the page's table into docs/estimate.md. With ``--compiled`` the loop is
+that of ``torch.compile(model)``, measured over two steps once everything is compiled, for the models of `COMPILED`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import sys
@@ -40,6 +42,13 @@ from tightship.units import format_bytes
 TABLES = ("language", "vision", "diffusion", "adapters")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "estimate.md"
 BEGIN, END = "<!-- begin: benchmarks/estimate.py -->", "<!-- end: benchmarks/estimate.py -->"
+COMPILED_MARKS = "<!-- begin: compiled estimates -->", "<!-- end: compiled estimates -->"
+COMPILED = (
+    "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM", "BertForSequenceClassification",
+    "T5ForConditionalGeneration", "ViTForImageClassification", "CLIPModel", "resnet18", "UNet2DModel",
+    "LoRA on Llama",
+)  # fmt: skip
+"""Models of the tables that are estimated as ``torch.compile`` makes them."""
 
 
 def builds(table: str) -> Iterator[tuple[str, Callable[[], Training]]]:
@@ -84,6 +93,27 @@ def measured(training: Training, loop: Any, optimizer: Any) -> int:
     return static + meter.peak
 
 
+def measured_compiled(training: Training, loop: Any, optimizer: Any) -> int:
+    """The most bytes of two steps of the compiled loop, once it is compiled."""
+    model, batch = torch.compile(training.model), training.batch(0)
+    held = None
+    for _ in range(2):
+        held = loop(model, batch, optimizer)
+    states = [t for s in optimizer.state.values() for t in tensor_leaves(s)]
+    gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+    tensors = (
+        *training.model.parameters(), *training.model.buffers(), *tensor_leaves(batch), *kept(training.model),
+        *states, *gradients, *tensor_leaves(held),
+    )  # fmt: skip
+    homes = {compat.storage_key(t): aligned(t.untyped_storage().nbytes()) for t in tensors}
+    del tensors, states, gradients
+    gc.collect()
+    with Meter() as meter:
+        for _ in range(2):
+            held = loop(model, batch, optimizer)
+    return sum(homes.values()) + meter.peak
+
+
 def by_mem_tracker(training: Training, loop: Any, optimizer: Any) -> int | None:
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -106,6 +136,43 @@ def by_accelerate(model: torch.nn.Module) -> int | None:
     except ImportError:
         return None
     return int(4 * calculate_maximum_sizes(model)[0])
+
+
+def one_compiled(build: Callable[[], Training]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    training = build()
+    optimizer = training.optimizer(training.parameters(training.model))
+    batch, began = training.batch(0), time.process_time()
+    found = {}
+    for compiled in (False, True):
+        began = time.process_time()
+        try:
+            answer = tightship.estimate(training.model, batch, optimizer, training.loss_fn, compiled=compiled)
+        except TightshipError as error:
+            return {"refused": str(error)}
+        found["estimate" if compiled else "eager"] = answer.peak
+    seconds = time.process_time() - began
+    loss_fn = loss_function(training.loss_fn, batch)
+    loop = partial(_training, loss_fn=loss_fn, cast=nullcontext, accumulate=1, set_to_none=True)
+    return {**found, "measured": measured_compiled(training, loop, optimizer), "seconds": seconds}
+
+
+def compiled_page(results: dict[str, dict[str, Any]]) -> str:
+    rows = [(name, r) for name, r in results.items() if "measured" in r]
+    exact = sum(r["estimate"] == r["measured"] for _, r in rows)
+    lines = [
+        f"{exact} of {len(rows)} models: not a byte off. torch {torch.__version__}, CPU.", "",
+        "| model | measured | estimate | off by | eager |", "| --- | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
+    for name, r in rows:
+        off, sizes = f"{r['estimate'] - r['measured']:,} B", (r["measured"], r["estimate"])
+        cells = (name, *map(format_bytes, sizes), off, format_bytes(r["eager"]))
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [""] + [
+        f"- {n} is refused: {r['refused'].partition(';')[0]}" for n, r in results.items() if "refused" in r
+    ]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def one(build: Callable[[], Training]) -> dict[str, Any]:
@@ -156,6 +223,7 @@ def main() -> int:
     )
     parser.add_argument("tables", nargs="*", default=TABLES, metavar="TABLE")
     parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--results", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args()
@@ -165,17 +233,20 @@ def main() -> int:
         results = json.loads(chosen.results.read_text())
     for table in chosen.tables:
         for name, build in builds(table):
-            if chosen.only not in name or name in results:
+            left_out = chosen.only not in name or (chosen.compiled and name not in COMPILED)
+            if left_out or name in results:
                 continue
             try:
-                results[name] = one(build)
+                results[name] = one_compiled(build) if chosen.compiled else one(build)
             except ImportError as error:
                 print(f"{name}: not run, {error.name} is missing", file=sys.stderr)
                 continue
             print(name, json.dumps(results[name]), flush=True)
             if chosen.results:
                 chosen.results.write_text(json.dumps(results, indent=1))
-    if chosen.write:
+    if chosen.write and chosen.compiled:
+        pages.put(PAGE, *COMPILED_MARKS, compiled_page(results))
+    elif chosen.write:
         pages.put(PAGE, BEGIN, END, page(results))
     wrong = [n for n, r in results.items() if r.get("estimate") != r.get("measured")]
     print(

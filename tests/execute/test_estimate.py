@@ -118,6 +118,33 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class Unused(nn.Module):
+    """Divides by a number what no gradient comes back to: its node never runs, and goes with the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.other(x)
+        y /= 3.0
+        return self.used(x), y
+
+
+def test_numbers_that_no_backward_pass_reads_end_with_their_graph() -> None:
+    def loop(model: Any, x: torch.Tensor, optimizer: Any) -> torch.Tensor:
+        used, _other = model(x)
+        loss = used.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model, x = Unused(), torch.randn(64, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert estimate(model, x, optimizer, loop=loop, steps=3).peak == measured(model, x, loop, optimizer)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_training_loop_needs_what_the_allocator_measures(name: str) -> None:
     model, batch = net(), images()
@@ -410,8 +437,8 @@ def test_arguments_that_make_no_sense() -> None:
         estimate(model, batch, None, loss, "rtx9")
     with pytest.raises(BadInput, match="accumulate must be"):
         estimate(model, batch, None, loss, accumulate=0)
-    with pytest.raises(BadInput, match="unknown options compiled"):
-        estimate(model, batch, None, loss, compiled=True)  # type: ignore[call-arg]
+    with pytest.raises(BadInput, match="unknown options quantized"):
+        estimate(model, batch, None, loss, quantized=True)  # type: ignore[call-arg]
     with pytest.raises(BadInput, match="all of a step"):
         estimate(model, batch, None, loss, loop=step)
     with pytest.raises(BadInput, match="autocast is to"):

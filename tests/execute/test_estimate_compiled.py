@@ -144,8 +144,8 @@ def test_a_compiled_forward_pass_without_gradients() -> None:
 
 def test_a_model_on_the_meta_device_is_compiled_without_data() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4096, 8192), nn.GELU(), nn.LayerNorm(8192), nn.Linear(8192, 8))
-    batch = torch.empty(1024, 4096, device="meta"), torch.empty(1024, 8, device="meta")
+        model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Linear(1024, 8))
+    batch = torch.empty(1 << 18, 256, device="meta"), torch.empty(1 << 18, 8, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = estimate(model, batch, optimizer, loop=step, compiled=True, device="h100")
     assert found.peak < estimate(model, batch, optimizer, loop=step, device="h100").peak

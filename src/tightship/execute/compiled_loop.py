@@ -45,10 +45,13 @@ class Emulation:
     def _emulated(self, kind: str, lowered: Lowered, graph: GraphModule) -> Callable[[list[Any]], list[Any]]:
         return _Pass(self, kind, lowered, graph).run
 
-    def asked(self, kernel: Kernel) -> tuple[Asked, bool]:
-        """What a kernel asks for, and whether that is known: if not, it is its results."""
+    def asked(self, kernel: Kernel, named: bool) -> tuple[Asked, bool]:
+        """What a kernel asks for, and whether that is known: if not, it is its results, of those that have a name:
+        others are written into tensors that there are."""
         if self._run and self._measured.recorded and kernel.nbytes <= LARGEST:
             return self._measured(kernel), True
+        if not named:
+            return Asked((), -1), False
         if kernel.key not in self._foreseen:
             with outside(), self.loop.mode:
                 self._foreseen[kernel.key] = _results_of(kernel.prepare()())
@@ -162,7 +165,7 @@ class _Pass:
 
     def _call(self, event: Event) -> None:
         assert event.kernel is not None
-        asked, known = self._owner.asked(event.kernel)
+        asked, known = self._owner.asked(event.kernel, bool(event.name))
         sizes = {i: n for i, n in asked.events if n >= 0}
         steps = [n if n >= 0 else -sizes[i] for i, n in asked.events if i in sizes]
         ended = {i for i, n in asked.events if n < 0}

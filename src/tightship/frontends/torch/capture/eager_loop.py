@@ -141,11 +141,24 @@ class _LifeTape(Tape):
         """Takes down an op that no dispatcher has seen, and what it makes."""
         self.events.append((Kind.OP, len(self.records)))
         known = len(self.storages)
-        for t in made():
-            self.value(t)
+        values = tuple(self.value(t) for t in made())
         for life in self.lives[known:]:
             life.phase, life.origin = phase, origin
-        self.records.append(Record(fn, target, (), {}, phase=phase, origin=origin, flops=flops))
+        written = tuple(self.storage(v) for v in values)
+        self.records.append(
+            Record(
+                fn,
+                target,
+                (),
+                {},
+                values,
+                writes=written,
+                effect=True,
+                phase=phase,
+                origin=origin,
+                flops=flops,
+            )
+        )
 
     def number_saved(self, node: int) -> None:
         """The node of autograd with that number keeps a tensor for a number of Python's until it has run."""
@@ -162,6 +175,11 @@ class _LifeTape(Tape):
             self._node = node
         if node != self._ran:
             self._ran = -1
+
+    def step_over(self) -> None:
+        """A step has returned: nodes that its backward pass did not need go with the rest of its graph."""
+        self.events += [(Kind.FREE, s) for some in self._numbers.values() for s in some]
+        self._numbers.clear()
 
     def node_ran(self, node: int) -> None:
         """The formula of that node has run; until the next one begins, autograd adds up gradients."""
@@ -329,6 +347,7 @@ class EagerLoop(Capture):
             for k in range(steps):
                 self.tape.events.append((Kind.STEP, k))
                 result = loop(self.model, fakes.batch, twin)
+                self.tape.step_over()
                 self._gradients_of(fakes.parameters)
                 self._states_of(twin)
             self.tape.forget()
