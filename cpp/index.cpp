@@ -59,8 +59,8 @@ void Index::find_touches() {
     writers = as_rows(written);
 }
 
-// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents, or, up to the
-// position (`at`, by op) at which those it sees are written over, what is there so far.
+// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents, or, up
+// to the position (`at`, by op) at which those it sees are written over, what is there so far.
 i32 Index::replays_until(i64 s, const std::vector<i32>& at) const {
     if (p.owned[s] || writers.size(s) == 0) return -1;
     i32 last = static_cast<i32>(p.ops);

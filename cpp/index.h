@@ -68,10 +68,10 @@ struct Index {
     Rows writers;                       // by storage: ops
     std::vector<i32> last_write;        // by storage: index of the touch that writes it last
     std::vector<std::uint8_t> replayable, shared;  // by storage: can be recomputed; is read by several ops
-    // By storage: the last position at which it can be made again, as what its recipe reads is written over there;
-    // `ops` where it is replayable, -1 where it never can be.
+    // By storage: the last position at which it can be made again, as what its recipe reads is written over
+    // there; `ops` where it is replayable, -1 where it never can be.
     std::vector<i32> until;
-    std::vector<i32> movable;                      // positions of ops that may run later, ascending
+    std::vector<i32> movable;   // positions of ops that may run later, ascending
     std::vector<i32> by_end;    // gaps that may be offloaded, the last to end first; empty: nothing may be
     std::vector<double> start;  // by position: when it begins if nothing is recomputed
     i64 static_bytes = 0;
