@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tightship
+from support.batches import cache_argument
 from support.commands import as_json, run
 from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
@@ -323,7 +324,7 @@ def test_prefill_and_decode_of_a_language_model() -> None:
     prefill = estimate(model, prompt)
     assert prefill.peak == measured(model, prompt, forward)
     cache = forward(model, prompt, None).past_key_values
-    token = {"input_ids": torch.randint(0, 64, (2, 1)), "past_key_values": cache}
+    token = {"input_ids": torch.randint(0, 64, (2, 1)), cache_argument(model): cache}
     decode = estimate(model, token, steps=1)
     assert decode.peak > decode.parameters + 2 * 2 * 2 * 16 * 32 * 4  # keys and values of each layer
     assert decode.peak < prefill.peak

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import tightship
+from support.batches import cache_argument
 from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
 
 transformers = pytest.importorskip("transformers")
+CACHE = cache_argument(transformers.LlamaForCausalLM)
 pytestmark = pytest.mark.skipif(not allocator.available(), reason="no C++ compiler")
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -41,7 +43,7 @@ def gpt2():
 def filled(model, cache, length):
     ids = torch.arange(length)[None] % 50
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, **{CACHE: cache}, use_cache=True)
     return cache
 
 
@@ -50,7 +52,7 @@ def decoded(model, cache, count=4):
     found, ids = [], torch.tensor([[3]])
     with torch.no_grad():
         for _ in range(count):
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            out = model(input_ids=ids, **{CACHE: cache}, use_cache=True)
             assert out.past_key_values is cache
             found.append(out.logits.clone())
             ids = out.logits[:, -1:].argmax(-1).contiguous()
@@ -66,7 +68,7 @@ def same(a, b):
 
 
 def infer(model, cache, **options):
-    sample = {"input_ids": torch.tensor([[1]]), "past_key_values": cache, "use_cache": True}
+    sample = {"input_ids": torch.tensor([[1]]), CACHE: cache, "use_cache": True}
     return tightship.infer(model, sample, strict=True, seconds_per_op=0.0, seconds=2.0, **options)
 
 
@@ -124,12 +126,10 @@ def test_caches_of_encoder_and_decoder():
     mine = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
     batch = {"encoder_outputs": (encoded,), "decoder_input_ids": torch.tensor([[0]]), "use_cache": True}
     with torch.no_grad():
-        model(**batch, past_key_values=mine)
+        model(**batch, **{CACHE: mine})
         theirs = copy.deepcopy(mine)
-        run = tightship.infer(
-            model, {**batch, "past_key_values": copy.deepcopy(mine)}, strict=True, seconds_per_op=0.0
-        )
-        want, got = model(**batch, past_key_values=theirs), run(**batch, past_key_values=mine)
+        run = tightship.infer(model, {**batch, CACHE: copy.deepcopy(mine)}, strict=True, seconds_per_op=0.0)
+        want, got = model(**batch, **{CACHE: theirs}), run(**batch, **{CACHE: mine})
     assert torch.equal(want.logits, got.logits) and got.past_key_values is mine
     for a, b in zip(
         (theirs.self_attention_cache, theirs.cross_attention_cache),
@@ -146,9 +146,9 @@ def test_results_in_the_arena_are_no_input():
         model, filled(model, transformers.DynamicCache(config=model.config), 8), dynamic=True, fresh=False
     )
     ids = torch.tensor([[1]])
-    out = run(input_ids=ids, past_key_values=cache, use_cache=True)
+    out = run(input_ids=ids, **{CACHE: cache}, use_cache=True)
     with pytest.raises(BadInput, match="lies in the arena"):
-        run(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+        run(input_ids=ids, **{CACHE: out.past_key_values}, use_cache=True)
 
 
 def test_more_keys_than_planned_for_are_refused():
@@ -156,7 +156,7 @@ def test_more_keys_than_planned_for_are_refused():
     run = infer(model, filled(model, transformers.DynamicCache(config=model.config), 5), dynamic=True)
     cache = filled(model, transformers.DynamicCache(config=model.config), 6)
     with pytest.raises(BadInput, match=r"largest shape that was planned for is \(1, 2, 5, 8\)"):
-        run(input_ids=torch.tensor([[1]]), past_key_values=cache, use_cache=True)
+        run(input_ids=torch.tensor([[1]]), **{CACHE: cache}, use_cache=True)
 
 
 def test_a_cache_in_a_training_batch_is_refused():
@@ -164,4 +164,4 @@ def test_a_cache_in_a_training_batch_is_refused():
     ids = torch.tensor([[1]])
     cache = filled(model, transformers.DynamicCache(config=model.config), 5)
     with pytest.raises(Unsupported, match="a cache of keys and values in a training batch"):
-        tightship.plan(model, {"input_ids": ids, "labels": ids, "past_key_values": cache})
+        tightship.plan(model, {"input_ids": ids, "labels": ids, CACHE: cache})

@@ -13,7 +13,7 @@ from support.graphs import made, node, saved, tensor, value
 from tightship import api
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
-from tightship.integrations.onnxruntime import measure, random_feeds
+from tightship.integrations.onnxruntime import _read, measure, random_feeds
 
 SIDE = [64, 64]
 UNIT = 64 * 64 * 4
@@ -77,3 +77,17 @@ def test_R14_graphs_inside_need_what_was_planned(tmp_path, model, units, below):
     planned = plan.peak_before - plan.static
     assert planned // UNIT == units and planned % UNIT <= 3 * 64
     assert planned - below * UNIT - 3 * 64 <= measured <= planned
+
+
+def test_a_run_and_its_first_node_may_begin_in_the_same_microsecond():
+    """The profile counts microseconds, and says of a run when it has ended."""
+
+    def node(name, ts, held):
+        said = {"mem_bytes_requested_in_use": held, "mem_requested_in_use_delta": 64}
+        return {"cat": "Node", "name": f"{name}_kernel_time", "ts": ts, "args": said}
+
+    def run(ts):
+        return [node("a", ts, 64), node("b", ts + 1, 128), {"cat": "Session", "name": "model_run", "ts": ts}]
+
+    found = _read(run(10) + run(20), ())
+    assert (found.order, found.peak) == (("a", "b"), 128)

@@ -1,5 +1,8 @@
 """What the tests' models are trained on: ``batch_fn(step)`` is always the same for the same step."""
 
+import inspect
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -53,3 +56,8 @@ def pairs(shape: tuple[int, ...], classes: int = 4):
         return torch.randn(*shape, generator=g), torch.randint(0, classes, shape[:1], generator=g)
 
     return batch
+
+
+def cache_argument(model: Any) -> str:
+    """What a language model of transformers, or its class, takes the cache as: renamed in 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.chains import chain
 from support.strategies import random_graph, random_plan
 from tightship import _core
 from tightship.analysis.order import csr
@@ -114,7 +113,8 @@ def engine_calls() -> Iterator[Call]:
 
 def state_calls() -> Iterator[Call]:
     """The search through all states, of a graph of few ops."""
-    problem = EvictionProblem(chain(3), tuple(range(len(chain(3).ops))))
+    graph = random_graph(5, 6)  # whose ops ask for temporaries
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     size, first, last, rows, defined = states._requests(problem.graph)
     given = {
         "before": csr(states._before(problem)), "temporaries": csr(rows), "size": np.array(size, np.int64),
@@ -200,8 +200,6 @@ def placement_calls() -> Iterator[Call]:
     exhaust = {"start": np.arange(6) * 1024, "work": 500, "seconds": 1.0, "goal": 0}
     related = lambda **given: _core.RelatedPlacer(**SIZES, **PAIRS).exhaust(**given)  # noqa: E731
     yield Call("RelatedPlacer.exhaust", related, exhaust)
-    parted = lambda **given: _core.PartPlacer(**SIZES, **PARTS).exhaust(**given)  # noqa: E731
-    yield Call("PartPlacer.exhaust", parted, exhaust)
     free = lives | {"pinned": np.full(6, -1)}
     sweep = lambda **given: _core.Placer(**free).sweep(**given)  # noqa: E731
     yield Call("Placer.sweep", sweep, {"order": np.arange(6), "seconds": 1.0})
@@ -213,6 +211,17 @@ def placement_calls() -> Iterator[Call]:
     }
     yield Call("pack_sets", _core.pack_sets, sets)
     yield Call("lower_bound", _core.lower_bound, LIVES | {"size": SIZES["size"]})
+
+
+def refused_calls() -> Iterator[Call]:
+    """What is there by inheritance alone, and refused whatever it is given."""
+
+    def exhaust(**given: Any) -> None:
+        with pytest.raises(ORDINARY):
+            _core.PartPlacer(**SIZES, **PARTS).exhaust(**given)
+
+    numbers = {"work": 500, "seconds": 1.0, "goal": 0}
+    yield Call("PartPlacer.exhaust", exhaust, {"start": np.arange(6) * 1024} | numbers)
 
 
 def cut_calls() -> Iterator[Call]:
@@ -362,7 +371,7 @@ def copy_calls() -> Iterator[Call]:
 
 
 CALLS = (*engine_calls(), *placement_calls(), *cut_calls())
-HARMLESS = (*CALLS, *graph_calls(), *record_calls(), *pickle_calls(), *copy_calls())
+HARMLESS = (*CALLS, *refused_calls(), *graph_calls(), *record_calls(), *pickle_calls(), *copy_calls())
 
 
 def wrong_texts(value: str | bytes) -> Iterator[tuple[str, Any]]:

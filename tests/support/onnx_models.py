@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from support.batches import cache_argument
+
 __all__ = ["MODELS", "OnnxModel", "exported"]
 
 
@@ -218,7 +220,7 @@ class WithPast(nn.Module):
         cache = DynamicCache()
         for k, (keys, values) in enumerate(past):
             cache.update(keys, values, k)
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        out = self.model(input_ids=ids, use_cache=True, **{cache_argument(self.model): cache})
         return out.logits, [(layer.keys, layer.values) for layer in out.past_key_values.layers]
 
 

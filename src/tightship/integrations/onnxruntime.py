@@ -241,7 +241,9 @@ def _profiled(
 
 def _read(events: list[dict[str, Any]], outputs: Any) -> Measured:
     runs: list[list[dict[str, Any]]] = [[]]
-    for e in sorted(events, key=lambda e: e["ts"]):
+    for e in sorted(
+        events, key=lambda e: (e["ts"], e.get("name") != "model_run")
+    ):  # written when it has ended
         if e.get("name") == "model_run":
             runs.append([])
         elif e.get("cat") == "Node" and "mem_bytes_requested_in_use" in e.get("args", {}):

@@ -1,5 +1,4 @@
-"""By demand: every op right before the first one that needs it, results in the graph's own order, what takes most to
-make first.
+"""By demand: every op right before the first that needs it, what takes most to make first, results in their order.
 
 Problem: an order to recompute in, near the least memory. Measure: bytes that lie between what is made and its use.
 Source: code for expressions (Sethi and Ullman 1970), as far as a graph is a tree. Guarantee: a legal order.
