@@ -342,14 +342,20 @@ def _raises(call: Callable[[int], Any], k: int) -> bool:
 
 
 def copy_calls() -> Iterator[Call]:
-    """Copies between memory and a file; an address is taken for what it is, so all are of memory that there is."""
+    """Copies between memory and a file; an address is taken for what it is, and as many bytes behind it as are asked
+    for, so all are of memory that there is."""
     memory = np.zeros(4096, np.uint8)
     descriptor, path = tempfile.mkstemp()  # open for as long as the process lives
     os.write(descriptor, bytes(4096))
     os.unlink(path)
 
+    def there(given: dict[str, Any]) -> dict[str, Any]:
+        size = given["size"]
+        inside = not isinstance(size, int) or not memory.nbytes < size < 2**63
+        return given if inside else given | {"size": memory.nbytes}
+
     def moved(file: int, **given: Any) -> Any:
-        copier = _core.Copier(file)
+        copier, given = _core.Copier(file), there(given)
         first = copier.begin(0, True, memory.ctypes.data, 64, 0, [])
         given["after"] = [first, *given["after"]]
         copy = copier.begin(address=memory.ctypes.data, **given)
@@ -362,7 +368,7 @@ def copy_calls() -> Iterator[Call]:
 
     def staged(file: int, **given: Any) -> Any:
         made = _core.Staged(file)
-        made.job(address=memory.ctypes.data, **given)
+        made.job(address=memory.ctypes.data, **there(given))
         made.settle()
 
     size = {"size": 64, "offset": 128}
