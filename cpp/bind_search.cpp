@@ -105,6 +105,13 @@ IsomorphicLayers layers_of(const Engine& e, const RowsIn& in, const Array<i64>& 
 
 // A search from `start` on: its decisions, their cost, the work, whether the limit is met, and whether Ctrl-C
 // ended it. `progress` is told the best so far now and then, and may end it.
+// As `if` takes an object.
+bool truth(const nb::object& given) {
+    const int said = PyObject_IsTrue(given.ptr());
+    if (said < 0) throw nb::python_error();
+    return said != 0;
+}
+
 template <class Search> nb::tuple searched(Engine& e, i64 limit, const Flags& start, i64 work, double seconds,
                                            const nb::object& progress, Search search) {
     check_limit(limit);
@@ -114,7 +121,7 @@ template <class Search> nb::tuple searched(Engine& e, i64 limit, const Flags& st
     Budget budget{check::at_most(work), alarm.set(seconds)};
     if (!progress.is_none())
         budget.report = [&](const Found& f) {
-            return alarm.call([&] { return nb::cast<bool>(progress(f.cost.peak, f.cost.extra, f.met)); });
+            return alarm.call([&] { return truth(progress(f.cost.peak, f.cost.extra, f.met)); });
         };
     Found f = unlocked([&] { return search(from, budget); });
     return nb::make_tuple(to_numpy(std::move(f.evict)), as_dict(f.cost), f.work, f.met, alarm.interrupted());

@@ -14,6 +14,7 @@ namespace {
 constexpr i64 kOut = -1;  // the offset of what is handed out
 constexpr std::size_t kMostOffsets = 400;
 constexpr std::size_t kMostStates = 3'000'000;
+constexpr i64 kAsked = 1 << 12;  // pieces of work between two looks at the clock
 
 struct State {
     std::uint64_t ran = 0;
@@ -57,6 +58,9 @@ class Search {
         }
     };
 
+    // Counts a piece of work; whether there is no more of it, or no time.
+    bool spent() { return ++work_ >= l_.work || (work_ % kAsked == 0 && l_.watch()); }
+
     const StateProblem& q_;
     const Program& p_;
     const StateLimits& l_;
@@ -70,7 +74,7 @@ class Search {
     std::unordered_map<std::string, i32> known_;
     std::priority_queue<Open> open_;
     i64 work_ = 0;
-    bool cut_ = false;      // out of work
+    bool cut_ = false;      // out of work or time
     bool partial_ = false;  // something was left out
 
     // The run that is looked at.
@@ -201,7 +205,7 @@ void Search::run(const State& s, i32 o) {
         fresh |= s.version[d] != 1;
     }
     if (again_ && !fresh && p_.mutates.size(o) == 0) return;
-    if (++work_ >= l_.work || nodes_.size() > kMostStates) {
+    if (spent() || nodes_.size() > kMostStates) {
         cut_ = true;
         return;
     }
@@ -291,7 +295,7 @@ void Search::make_room(State& s) {
 // Every least set of what is not read that makes room.
 void Search::drop(State& s, const std::vector<i32>& loose, std::size_t at, i64 need) {
     if (cut_) return;
-    if (++work_ >= l_.work) {  // there may be many sets
+    if (spent()) {  // there may be many sets
         cut_ = true;
         return;
     }
@@ -313,7 +317,7 @@ void Search::lay(State& s, const std::vector<Block>& blocks, std::size_t at,
                  std::vector<std::pair<i64, i64>>& ends) {
     if (cut_) return;
     if (at == blocks.size()) return reach(s);
-    if (++work_ >= l_.work) {
+    if (spent()) {
         cut_ = true;
         return;
     }

@@ -109,3 +109,18 @@ def test_decisions_of_a_chain_are_one_per_gap() -> None:
     engine = EvictionProblem(graph, tuple(range(len(graph.ops)))).engine
     with pytest.raises(ValueError, match="decisions has 1 entries instead of"):
         engine.evaluate(np.zeros(1, np.uint8), 100)
+
+
+def test_the_search_of_states_ends_with_its_time_within_one_state_too() -> None:
+    (call,) = (c for c in CALLS if c.name == "Engine.states")
+    *_, ended, _, interrupted = call.make(
+        **(call.arguments | {"limit": 2**31 - 1, "work": 2**62, "seconds": 0.05})
+    )
+    assert not (ended or interrupted)
+
+
+def test_progress_may_answer_with_anything_that_is_true_or_not() -> None:
+    (call,) = (c for c in CALLS if c.name == "Engine.greedy")
+    heard: list[int] = []
+    call.make(**(call.arguments | {"progress": lambda peak, *_: heard.append(peak)}))
+    assert heard
