@@ -120,7 +120,7 @@ def test_the_search_of_states_ends_with_its_time_within_one_state_too() -> None:
 
 
 def test_progress_may_answer_with_anything_that_is_true_or_not() -> None:
-    (call,) = (c for c in CALLS if c.name == "Engine.greedy")
+    (call,) = (c for c in CALLS if c.name == "Engine.anneal")
     heard: list[int] = []
-    call.make(**(call.arguments | {"progress": lambda peak, *_: heard.append(peak)}))
+    call.make(**(call.arguments | {"progress": lambda peak, *_: heard.append(peak), "work": 200_000}))
     assert heard
