@@ -331,6 +331,16 @@ def _scalar_kernels() -> Iterator[None]:
 
 
 @contextmanager
+def _lowering_alone() -> Iterator[_Recorder]:
+    """Inside, Inductor ends where it would write kernels."""
+    from torch._inductor import config
+
+    recording = _recording(stop=True)
+    with config.patch(fx_graph_cache=False), _scalar_kernels(), recording as recorder, suppress(Stopped):
+        yield recorder
+
+
+@contextmanager
 def _stopping(made: list[Lowered]) -> Iterator[None]:
     from torch._inductor import config
 
@@ -492,13 +502,7 @@ def dry_graph(gm: GraphModule, inputs: Sequence[Any], emulated: Emulated) -> Cal
             "backward" if more.get("is_backward") else "inference" if more.get("is_inference") else "forward"
         )
         shown, made = copied(graph), None
-        recording = _recording(stop=True)
-        with (
-            config.patch(fx_graph_cache=False),
-            _scalar_kernels(),
-            recording as recorder,
-            suppress(Stopped),
-        ):
+        with _lowering_alone() as recorder:
             made = compile_fx.compile_fx_inner(graph, example_inputs, **more)
         if not recorder.found:
             return made
@@ -586,19 +590,13 @@ def compile_flat(
     a function of a list of arguments, which it empties, and what it was lowered to; ``code`` as in
     `compile_graph`."""
     require_inductor()
-    from torch._inductor import compile_fx, config
+    from torch._inductor import compile_fx
 
     found: list[Any] = []
 
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
         def lowered(candidate: GraphModule) -> Lowered:
-            recording = _recording(stop=True)
-            with (
-                config.patch(fx_graph_cache=False),
-                _scalar_kernels(),
-                recording as recorder,
-                suppress(Stopped),
-            ):
+            with _lowering_alone() as recorder:
                 compile_fx.compile_fx_inner(copied(candidate), example_inputs, **more)
             if not recorder.found:
                 raise Unsupported("a step that computes nothing", "there is nothing to lower")
