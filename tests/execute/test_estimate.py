@@ -204,6 +204,43 @@ def test_tensors_of_a_batch_that_share_memory_are_there_once() -> None:
         assert found.batch == aligned(text.nbytes) * (2 if batch[0] is text and batch[1] is not text else 1)
 
 
+class Tables(nn.Module):
+    """Reads tensors that are none of its parameters and buffers, whole and in parts, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tables = nn.Linear(64, 64), [torch.randn(64, 64)]
+        self.grid = torch.from_numpy(np.ones((64, 64), np.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tables = [t.to(torch.float32) for t in self.tables]
+        h = self.linear(x) * self.tables[0].view(64, 64)
+        return (h.sin() * self.tables[0] + self.tables[0][:1] + self.tables[0][1:2] * self.grid).exp()
+
+
+def test_tensors_of_nobody_s_are_there_once_all_the_time() -> None:
+    model, x = Tables(), torch.randn(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop = step_of(lambda model, x: model(x).sum())
+    found = estimate(model, x, optimizer, loop=loop)
+    tables = model.tables[0].nbytes + model.grid.nbytes
+    assert found.constants == tables
+    assert found.peak == measured(model, x, loop, optimizer) + tables
+
+
+def test_an_array_that_a_step_makes_ends_with_its_last_tensor() -> None:
+    def loop(model: Any, x: torch.Tensor, optimizer: Any) -> torch.Tensor:
+        noise = torch.from_numpy(np.ones((64, 64), np.float32)) * 2
+        loss = (model(x) * noise).sum()
+        loss.backward()
+        return loss.detach()
+
+    model, x = nn.Linear(64, 64), torch.randn(64, 64)
+    short, long = (estimate(model, x, None, loop=loop, steps=n) for n in (1, 4))
+    assert short.phases["forward"] <= long.phases["forward"] < short.phases["forward"] + 2 * x.nbytes
+    assert not long.constants
+
+
 def test_checkpoints_of_the_model_itself_recompute_in_the_backward_pass() -> None:
     model, batch = net(), images()
     kept = estimate(model, batch, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss())

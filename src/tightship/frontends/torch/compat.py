@@ -252,6 +252,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_borrowed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in memory that torch's allocator has not made: an array of NumPy's, a mapped file."""
+    return not tensor.untyped_storage().resizable()
+
+
 class _StorageReference(NotCopied, StorageWeakRef):  # type: ignore[misc]
     """A weak count of a storage, given back once: a copy would give it back again."""
 

@@ -111,7 +111,7 @@ class _LifeTape(Tape):
         self.there = before
 
     def lifted(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
-        """A number or a list that has become a tensor: made anew, and perhaps written later."""
+        """A number, a list or an array that has become a tensor: made anew, and perhaps written later."""
         if not self.there:
             self.events.append((Kind.OP, len(self.records)))
         made = self.value(tensor)
@@ -133,6 +133,12 @@ class _LifeTape(Tape):
         if r is not None and phase == "backward" and compat.backward_sequence() == self._ran:
             self.between_nodes.add(len(self.records) - 1)
         return r
+
+    def was_there(self, tensor: torch.Tensor) -> None:
+        """What was thought to be made by the loop has outlived it."""
+        s = self.storage(self.value(tensor))
+        self.events.remove((Kind.ALLOC, s))
+        self.lives[s].made, self.lives[s].role = -1, "constant"
 
     def emulated(
         self, fn: Any, target: str, made: Callable[[], Sequence[torch.Tensor]], *, phase: str, origin: Origin,
@@ -191,9 +197,14 @@ class _LifeTape(Tape):
 
 
 class _LifeRecorder(Recorder):
-    """A recorder of loops: what the code finds outside of model and batch was there before."""
+    """A recorder of loops: what the code finds outside of model and batch was there before and stays, each storage
+    once; but memory of others (an array of NumPy's) lives from its first use until nobody has a tensor on it."""
 
     tape: _LifeTape
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._borrowed: dict[int, Any] = {}
 
     def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fn is _LIFT and not compat.is_fake(args[0]):
@@ -220,9 +231,29 @@ class _LifeRecorder(Recorder):
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
             return x
         self._check_foreign(x)
-        fake = self._fake.from_tensor(x)
-        self.tape.given(fake, x)
+        if x.requires_grad or not is_strided(x):
+            fake = self._fake.from_tensor(x)
+            self._constants.append(fake)
+            self.tape.given(fake, x)
+            return fake
+        fake, key = self.in_storage(x), compat.storage_key(x)
+        if compat.is_borrowed(x) and x.nbytes <= _LIGHT:
+            self.tape.lifted(fake, x)
+            if key not in self._borrowed:
+                self._borrowed[key] = weakref.ref(x.untyped_storage(), partial(self._given_back, key))
+        else:
+            self.tape.given(fake, x)
         return fake
+
+    def _given_back(self, key: int, _: object) -> None:
+        """Memory of others has nobody left who reads it as a tensor."""
+        del self._borrowed[key]
+        del self._storages[key]
+
+    def loop_over(self) -> None:
+        """The loop has returned for the last time: what of others' memory is still there was there before."""
+        for key in self._borrowed:
+            self.tape.was_there(self._storages[key])
 
 
 class _CompiledRecorder(_LifeRecorder):
@@ -272,6 +303,7 @@ class EagerLoop(Capture):
     """
 
     tape: _LifeTape
+    recorder: _LifeRecorder
 
     def __init__(
         self, model: torch.nn.Module, batch: Any, device: str | None = None, *, compiled: bool = False
@@ -350,6 +382,7 @@ class EagerLoop(Capture):
                 self.tape.step_over()
                 self._gradients_of(fakes.parameters)
                 self._states_of(twin)
+            self.recorder.loop_over()
             self.tape.forget()
             del result, twin
 
