@@ -468,3 +468,25 @@ def test_what_is_set_aside_counts_as_planned(slack):
         assert arena.live == 0  # it stands for what it replaced
     assert session.stats.peak == (256 if slack else 512)
     assert session.stats.misses == 0 and kept.numel() == 128
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_workers_of_a_parallel_kernel_ask_for_stands_beside_a_recording(threads: int) -> None:
+    """The backward pass of attention has each thread make a row of its own."""
+    q = torch.randn(2, 6, 32, 16)
+    out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with allocator.record() as recording:
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                q, q, q, q, out, logs, 0.0, False
+            )
+        with allocator.record() as other:
+            torch.randn(64)
+    finally:
+        torch.set_num_threads(before)
+    row = 32 * 4
+    assert recording.beside == (threads - 1) * row
+    assert row in [e.nbytes for e in recording.events]  # that of this thread
+    assert other.beside == 0

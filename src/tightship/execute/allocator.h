@@ -14,6 +14,10 @@
 
 #include "arena.h"
 
+namespace at {
+C10_IMPORT bool in_parallel_region();  // ATen/Parallel.h, which takes seconds to compile
+}
+
 namespace tightship {
 
 constexpr int64_t kAlign = TIGHTSHIP_ALIGNMENT;  // graph.py's for the CPU; native.py passes it
@@ -108,7 +112,8 @@ inline void release(void* data) {
     Prefix prefix = *prefix_of(data);
     meter_sub(prefix.size);
     Recording* recording = prefix.recording ? t_thread.recording : nullptr;
-    if (recording && recording->serial == prefix.recording)
+    if (prefix.recording && prefix.id == kWorker) t_worker.gives(prefix.size, prefix.recording);
+    else if (recording && recording->serial == prefix.recording)
         recording->events.push_back({true, prefix.id, prefix.size, data, recording->step});
     prefix_of(data)->magic = 0;
     c10::free_cpu(prefix.start);
@@ -117,7 +122,13 @@ inline void release(void* data) {
 
 inline void* request(int64_t size) {
     Thread& thread = t_thread;
-    if (thread.paused || !(thread.session || thread.recording)) return heap_alloc(size, nullptr, 0, 0);
+    if (thread.paused || !(thread.session || thread.recording)) {
+        uint64_t watched = g_watched.load(std::memory_order_relaxed);
+        if (watched == 0 || thread.paused || !at::in_parallel_region())
+            return heap_alloc(size, nullptr, 0, 0);
+        t_worker.takes(size, watched);
+        return heap_alloc(size, nullptr, watched, kWorker);
+    }
     if (Session* session = thread.session)
         return session->alloc(size, [&](int64_t n) { return heap_alloc(n, session->arena, 0, 0); });
     Recording& recording = *thread.recording;

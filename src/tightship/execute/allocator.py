@@ -314,10 +314,12 @@ class Event:
 
 
 class Recording:
-    """A run of `record`. ``seek(step)``, if called, marks the events that follow as those of this step."""
+    """A run of `record`. ``seek(step)``, if called, marks the events that follow as those of this step. ``beside``:
+    bytes that workers of parallel kernels asked for meanwhile, as many as each held at once, all at the same time."""
 
     def __init__(self, seek: Callable[[int], None]) -> None:
         self.seek = seek
+        self.beside = 0
         self._events: list[Event] | None = None
 
     @property
@@ -340,7 +342,8 @@ def record(kind: str = "cpu") -> Iterator[Recording]:
     try:
         yield recording
     finally:
-        recording._events = [Event(*event) for event in functions.record_end()]
+        events, recording.beside = functions.record_end()
+        recording._events = [Event(*event) for event in events]
 
 
 # ---- measuring

@@ -315,4 +315,28 @@ struct Thread {
 inline thread_local Thread t_thread{nullptr, nullptr, 0};
 inline std::atomic<uint64_t> g_recordings{0};
 
+// What workers of a parallel kernel ask for while another thread records: the sum of the most that each held
+// at once, for the recording begun last. Their blocks carry its serial, and kWorker for a number.
+constexpr int64_t kWorker = -1;
+inline std::atomic<uint64_t> g_watched{0};  // its serial, 0: none
+inline std::atomic<int64_t> g_beside{0};
+
+struct Worker {
+    uint64_t recording;
+    int64_t level, most;
+
+    void takes(int64_t size, uint64_t serial) {
+        if (recording != serial) *this = {serial, 0, 0};
+        level += size;
+        if (level <= most) return;
+        g_beside += level - most;
+        most = level;
+    }
+    void gives(int64_t size, uint64_t serial) {
+        if (recording == serial) level -= size;
+    }
+};
+
+inline thread_local Worker t_worker{0, 0, 0};
+
 }  // namespace tightship

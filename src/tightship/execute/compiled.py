@@ -39,10 +39,11 @@ _EXCEEDED = re.compile(r"tightship: budget exceeded at step (\d+): asked (\d+)")
 @dataclass(frozen=True)
 class Asked:
     """What a kernel asks for: (request, bytes) or, where it gives back, (request, -1), in order; and its result, with
-    the request that each tensor in it lies in (-1: in none of them)."""
+    the request that each tensor in it lies in (-1: in none of them). ``beside``: bytes that its workers ask for."""
 
     events: tuple[tuple[int, int], ...]
     result: Any
+    beside: int = 0
 
 
 class Measured:
@@ -80,7 +81,7 @@ class Measured:
         lost = {i for i, n in events if n >= 0} - {i for i, n in events if n < 0} - set(_leaves(tree))
         if lost:
             raise Unsupported(f"the kernel {kernel.key[:80]}", "it keeps bytes that it does not return")
-        return Asked(events, tree)
+        return Asked(events, tree, recording.beside)
 
 
 def _unrecorded(result: Any) -> Asked:

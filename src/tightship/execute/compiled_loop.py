@@ -170,7 +170,7 @@ class _Pass:
         steps = [n if n >= 0 else -sizes[i] for i, n in asked.events if i in sizes]
         ended = {i for i, n in asked.events if n < 0}
         kept = [i for i in sizes if i not in ended]
-        most = max(accumulate(steps), default=0)
+        most = max(accumulate(steps), default=0) + asked.beside
         target = event.kernel.key.partition(",")[0].strip("('")
         made = self._op(target, event, [sizes[i] for i in kept], Emulated(most, known))
         result = _tree(asked.result, dict(zip(kept, made, strict=True)))

@@ -100,7 +100,7 @@ class Kernels:
         given = substitute((r.args, r.kwargs), number.__getitem__)
         samples = [(n, _contents(t)) for n, t in r.samples.items()]
         grad = isinstance(r.fn, compat.WithGradMode)
-        text = repr(("eager", r.target, given, rows, samples, grad, torch.get_num_threads()))
+        text = repr(("eager, workers too", r.target, given, rows, samples, grad, torch.get_num_threads()))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _measured(self, r: Record) -> int | None:
@@ -130,7 +130,7 @@ class Kernels:
             results = fn(*args, **kwargs)
         steps = [e.nbytes if e.kind == "alloc" else -e.nbytes for e in recording.events]
         del results
-        return max(0, *accumulate(steps)) if steps else 0
+        return max(0, *accumulate(steps)) + recording.beside if steps else recording.beside
 
 
 def _contents(tensor: torch.Tensor) -> Any:

@@ -210,6 +210,8 @@ PyObject* record_begin(PyObject*, PyObject*) {
         return fail(PyExc_RuntimeError, "this thread is already replaying or recording");
     t_thread.recording = new Recording{++g_recordings};
     t_thread.recording->events.reserve(4096);
+    g_beside = 0;
+    g_watched = t_thread.recording->serial;
     Py_RETURN_NONE;
 }
 
@@ -217,7 +219,11 @@ PyObject* record_end(PyObject*, PyObject*) {
     std::unique_ptr<Recording> recording(t_thread.recording);
     if (!recording) return fail(PyExc_RuntimeError, "this thread is not recording");
     t_thread.recording = nullptr;
-    return list_of(recording->events);
+    uint64_t serial = recording->serial;
+    bool last = g_watched.compare_exchange_strong(serial, 0);
+    PyObject* events = list_of(recording->events);
+    if (!events) return nullptr;
+    return Py_BuildValue("NL", events, static_cast<long long>(last ? g_beside.load() : 0));
 }
 
 PyObject* pause_thread(PyObject*, PyObject*) { return PyLong_FromLongLong(++t_thread.paused); }
@@ -248,7 +254,8 @@ template <typename Function> PyCFunction fast(Function function) {
         {"settle", settle, METH_NOARGS, "What was set aside or given room has run; blocks left in it."},    \
         {"end", end, METH_NOARGS, "Stops replaying; a dict of counts."},                                    \
         {"record_begin", record_begin, METH_NOARGS, "Starts logging this thread's blocks."},                \
-        {"record_end", record_end, METH_NOARGS, "Stops; (kind, id, bytes, address, step) in order."},       \
+        {"record_end", record_end, METH_NOARGS,                                                             \
+         "Stops; (kind, id, bytes, address, step) in order, bytes of workers."},                            \
         {"pause", pause_thread, METH_NOARGS, "This thread's requests become plain heap; nests."},           \
         {"resume", resume_thread, METH_NOARGS, "Undoes one pause."},
 

@@ -62,7 +62,7 @@ def _command(kind: str, target: Path) -> list[str]:
     root = Path(torch.__file__).parent
     python = sysconfig.get_paths()
     headers = [Path(python["include"]), Path(python["platinclude"])]
-    libraries = ["-ldl"] if kind == "cuda" else [f"-L{root / 'lib'}", "-lc10"]
+    libraries = ["-ldl"] if kind == "cuda" else [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
     if kind == "cpu":
         headers.insert(0, root / "include")
     return [
