@@ -17,12 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import tightship
 from support.batches import cache_argument
 from support.commands import as_json, run
+from support.runs import measured
 from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
 from tightship.execute.estimate import DEVICES, blocks, estimate, with_batch
-from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture import data_guards
-from tightship.frontends.torch.structure import tensor_leaves
 from tightship.graph import aligned
 from tightship.report.text import rendered, share_tables
 
@@ -34,23 +33,6 @@ PARTS = (
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIGHTSHIP_CACHE", str(tmp_path / "cache"))
-
-
-def measured(
-    model: nn.Module, batch: Any, loop: Callable[[Any, Any, Any], Any], optimizer: Any = None
-) -> int:
-    """The most bytes of two steps in eager, by the allocator."""
-    states = [t for o in [optimizer] if o for s in o.state.values() for t in tensor_leaves(s)]
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    tensors = (*model.parameters(), *model.buffers(), *tensor_leaves(batch), *states, *gradients)
-    homes = {compat.storage_key(t): t for t in tensors}
-    static = sum(aligned(t.untyped_storage().nbytes()) for t in homes.values())
-    held = None
-    with allocator.Meter() as meter:
-        for _ in range(2):
-            held = loop(model, batch, optimizer)
-    del held
-    return static + meter.peak
 
 
 def step(model: Any, batch: Any, optimizer: Any, *, accumulate: int = 1, set_to_none: bool = True) -> Any:

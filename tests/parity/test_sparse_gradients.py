@@ -12,10 +12,14 @@ from torch.nn import functional
 
 import tightship
 from support.harness import Loop, run
+from support.runs import measured
 from support.state import differences
 from tightship.errors import Unsupported
+from tightship.execute import allocator
+from tightship.execute.estimate import estimate
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import Fallback
+from tightship.frontends.torch.capture import sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -283,3 +287,48 @@ def test_a_hook_on_the_table():
         return model
 
     in_eager(build, OPTIMIZERS["SGD"], "sparse")
+
+
+@pytest.mark.skipif(not allocator.available("cpu"), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("kind", "large"),
+    [("SGD", False), ("momentum", False), ("Adagrad", False), ("SparseAdam", False), ("SparseAdam", True)],
+)
+def test_estimated(kind, large, monkeypatch, tmp_path):
+    """The peak of a loop that accumulates, to the byte, with the rows that the batch names, also as if the table were
+    too large to be made."""
+    monkeypatch.setenv("TIGHTSHIP_CACHE", str(tmp_path))
+    if large:
+        monkeypatch.setattr(sparse, "_LARGE", 0)
+    kinds = {**OPTIMIZERS, "momentum": lambda m: torch.optim.SGD(m, lr=0.1, momentum=0.9)}
+    for name, (build, words_of) in MODELS.items():
+        for number in (0, 2) if "padd" in name else (1,):
+            model, batch = build(), words_of(number)
+            table = next(m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+            model.requires_grad_(False)
+            table.requires_grad_(True)
+            parameters = list(table.parameters())
+
+            def loop(model, batch, optimizer):
+                for _ in range(2):
+                    loss = loss_of(model, batch)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()
+
+            found = estimate(model, batch, kinds[kind](parameters), loop=loop)
+            optimizer = kinds[kind](parameters)
+            assert found.peak == measured(model, batch, loop, optimizer), (name, number)
+
+
+def test_estimated_on_the_meta_device_as_many_rows_as_can_be():
+    with torch.device("meta"):
+        model = nn.Embedding(50_000_000, 16, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    few, many = torch.zeros(64, 8, dtype=torch.int64), torch.empty(64, 8, dtype=torch.int64, device="meta")
+    peaks = [
+        estimate(model, x, optimizer, lambda m, x: m(x).sin().sum(), kernels=False).peak for x in (few, many)
+    ]
+    size = model.weight.nbytes
+    assert 3 * size < peaks[0] < peaks[1] < 3 * size + (1 << 20)

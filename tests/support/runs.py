@@ -11,6 +11,10 @@ from typing import Any
 import torch
 
 from support.models import MODELS
+from tightship.execute import allocator
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.structure import tensor_leaves
+from tightship.graph import aligned
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
@@ -109,3 +113,20 @@ class Failing:
         if self.counter[0] == self.at:
             raise OSError(28 if name == "write" else 5, "failed on purpose")
         return getattr(self.pool, name)
+
+
+def measured(
+    model: torch.nn.Module, batch: Any, loop: Callable[[Any, Any, Any], Any], optimizer: Any = None
+) -> int:
+    """The most bytes of two steps of a loop in eager, by the allocator, with what there is before."""
+    states = [t for o in [optimizer] if o for s in o.state.values() for t in tensor_leaves(s)]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    tensors = (*model.parameters(), *model.buffers(), *tensor_leaves(batch), *states, *gradients)
+    homes = {compat.storage_key(t): t for t in tensors}
+    static = sum(aligned(t.untyped_storage().nbytes()) for t in homes.values())
+    held = None
+    with allocator.Meter() as meter:
+        for _ in range(2):
+            held = loop(model, batch, optimizer)
+    del held
+    return static + meter.peak

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from tightship.execute.bench import sample_tensor
 from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, machine
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Kind
+from tightship.frontends.torch.capture.sparse import SparseCall
 from tightship.frontends.torch.capture.tape import Record
 from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.program import Ref, refs_in, substitute
@@ -65,7 +67,8 @@ class Kernels:
             if not r.fn.known:
                 self.unknown[r.target] += 1
             return max(r.fn.most, results)
-        if not self._run or self._kept is None or not hasattr(r.fn, "_schema") or r.device != "cpu":
+        runs = r.device == "cpu" and (hasattr(r.fn, "_schema") or isinstance(r.fn, SparseCall))
+        if not self._run or self._kept is None or not runs:
             if self._may_ask(r):
                 self.unknown[r.target] += 1
             return results
@@ -88,9 +91,14 @@ class Kernels:
             self._kept.save()
 
     def _may_ask(self, r: Record) -> bool:
+        if isinstance(r.fn, SparseCall):
+            return True
         return hasattr(r.fn, "tags") and torch.Tag.pointwise not in r.fn.tags
 
     def _key(self, r: Record) -> str:
+        threads = torch.get_num_threads()
+        if isinstance(r.fn, SparseCall):
+            return hashlib.sha256(f"{r.fn.key}{threads}".encode()).hexdigest()[:32]
         values = list(dict.fromkeys(refs_in((r.args, r.kwargs))))
         number = {v: f"%{n}" for n, v in enumerate(values)}
         rows = []
@@ -100,11 +108,14 @@ class Kernels:
         given = substitute((r.args, r.kwargs), number.__getitem__)
         samples = [(n, _contents(t)) for n, t in r.samples.items()]
         grad = isinstance(r.fn, compat.WithGradMode)
-        text = repr(("eager, workers too", r.target, given, rows, samples, grad, torch.get_num_threads()))
+        text = repr(("eager, workers too", r.target, given, rows, samples, grad, threads))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _measured(self, r: Record) -> int | None:
         """The most bytes at once; None for a call too large to make, or that does not run on made tensors."""
+        if isinstance(r.fn, SparseCall):
+            with compat.without_modes(), compat.plain_execution(), random_untouched():
+                return _asked_by(r.fn.prepare)
         values = list(dict.fromkeys(refs_in((r.args, r.kwargs))))
         homes = {self._tape.storage(v) for v in (*values, *(v for v in r.results if v >= 0))}
         if sum(self._tape.storages[s].nbytes for s in homes) > LARGEST:
@@ -124,13 +135,17 @@ class Kernels:
             value = Value("", 0, str(x.dtype).removeprefix("torch."), x.shape, x.stride, x.offset)
             made[v] = sample_tensor(value, "cpu", r.samples.get(n), ones=ones)
         args, kwargs = (substitute(tree, made.__getitem__) for tree in (r.args, r.kwargs))
-        fn = compat.direct(r.fn)
-        fn(*args, **kwargs)  # kernels have a first time
-        with allocator.record("cpu") as recording:
-            results = fn(*args, **kwargs)
-        steps = [e.nbytes if e.kind == "alloc" else -e.nbytes for e in recording.events]
-        del results
-        return max(0, *accumulate(steps)) + recording.beside if steps else recording.beside
+        return _asked_by(lambda: partial(compat.direct(r.fn), *args, **kwargs))
+
+
+def _asked_by(prepare: Callable[[], Callable[[], Any]]) -> int:
+    prepare()()  # kernels have a first time
+    call = prepare()
+    with allocator.record("cpu") as recording:
+        results = call()
+    steps = [e.nbytes if e.kind == "alloc" else -e.nbytes for e in recording.events]
+    del results
+    return max(0, *accumulate(steps)) + recording.beside if steps else recording.beside
 
 
 def _contents(tensor: torch.Tensor) -> Any:

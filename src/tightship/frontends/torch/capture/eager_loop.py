@@ -25,6 +25,7 @@ import torch
 from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture, compat_inductor
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided
+from tightship.frontends.torch.capture.sparse import LoopSparse, parts_of
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import Capture
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage, source_line
@@ -201,10 +202,12 @@ class _LifeRecorder(Recorder):
     once; but memory of others (an array of NumPy's) lives from its first use until nobody has a tensor on it."""
 
     tape: _LifeTape
+    sparse: LoopSparse
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._borrowed: dict[int, Any] = {}
+        self.sparse = LoopSparse(self, self._fake, self.contents)
 
     def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fn is _LIFT and not compat.is_fake(args[0]):
@@ -213,6 +216,8 @@ class _LifeRecorder(Recorder):
             return out
         if self.phase == "backward":
             self.tape.node_runs(compat.backward_sequence())
+        if self.sparse.concerns(fn, args, kwargs):
+            return self._on_sparse(fn, args, kwargs or {})
         saves = fn in _SAVES_NUMBERS and torch.is_grad_enabled() and _requires_grad(args[0])
         saves = saves and not isinstance(args[1], torch.Tensor)
         node = compat.forward_sequence() if saves else -1
@@ -226,6 +231,14 @@ class _LifeRecorder(Recorder):
         if saves:
             self.tape.number_saved(node)
         return out
+
+    def _on_sparse(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        found = self.sparse.asks(fn, args, kwargs)
+        if found is not NotImplemented:
+            return found
+        call, made, returned = self.sparse.run(fn, args, kwargs)
+        self.tape.emulated(call, str(fn), lambda: made, phase=self.phase, origin=self._tracker.here())
+        return returned()
 
     def _faked(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
@@ -450,15 +463,12 @@ class EagerLoop(Capture):
     def _state_like(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
+        fake = self._blank(x)
         if x.numel() > 1 or x.is_meta or compat.is_fake(x):
-            fake = self._blank(x)
             self.tape.value(fake)
-            return fake
-        with self.mode, self.recorder:  # a counter, whose number decides what a step does
-            made = x.clone()
-        for life, storage in zip(self.tape.lives[-2:], self.tape.storages[-2:], strict=True):
-            life.role = storage.role or life.role  # what it was copied from is no state
-        return made
+        else:  # a counter, whose number decides what a step does
+            self.tape.lifted(fake, x)
+        return fake
 
     @contextmanager
     def _stepping(self, twin: Any) -> Iterator[None]:
@@ -492,15 +502,16 @@ class EagerLoop(Capture):
 
     def _gradients_of(self, parameters: dict[str, torch.Tensor]) -> None:
         for n, p in parameters.items():
-            if p.grad is not None:
-                life = self.tape.lives[self.tape.storage(self.tape.value(p.grad))]
+            for t in () if p.grad is None else parts_of(p.grad):
+                life = self.tape.lives[self.tape.storage(self.tape.value(t))]
                 if not life.role or life.role == "gradient":
                     life.role, life.origin = "gradient", Origin(n.rpartition(".")[0], "")
 
     def _states_of(self, twin: Any) -> None:
         for one in each(twin) if twin is not None else ():
             for p, state in one.state.items():
-                for t in tensors_in(list(state.values()) if isinstance(state, dict) else []):
+                held = tensors_in(list(state.values()) if isinstance(state, dict) else [])
+                for t in (part for whole in held for part in parts_of(whole)):
                     if self.tape.knows(t):
                         life = self.tape.lives[self.tape.storage(self.tape.value(t))]
                         life.role = life.role or "state"
