@@ -1,6 +1,6 @@
 """What `tightship.estimate` says against what the allocator measures, with two other tools' answers beside it.
 
-    python benchmarks/estimate.py [TABLE …] [--only TEXT] [--compiled] [--results FILE] [--write]
+    python benchmarks/estimate.py [TABLE …] [--only TEXT] [--compiled | --large] [--results FILE] [--write]
 
 Each row is a model of docs/compatibility.md with random weights, trained for two steps on the CPU by a plain loop:
 forward pass, backward pass, AdamW, zero_grad. ``measured`` is the most bytes of all live blocks of torch's allocator,
@@ -9,6 +9,7 @@ peak that ``torch.distributed._tools.mem_tracker`` reports while the loop really
 estimate-memory`` says of training with Adam, four times the largest of the model's sizes. Tables are those of the
 modules ``compat_TABLE.py``; ``--write`` puts the page's table into docs/estimate.md. With ``--compiled`` the loop is
 that of ``torch.compile(model)``, measured over two steps once everything is compiled, for the models of `COMPILED`.
+With ``--large`` models of billions of parameters are estimated on the meta device, for what that takes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import gc
 import importlib
 import json
+import resource
 import sys
 import time
 import warnings
@@ -43,6 +45,7 @@ TABLES = ("language", "vision", "diffusion", "adapters")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "estimate.md"
 BEGIN, END = "<!-- begin: benchmarks/estimate.py -->", "<!-- end: benchmarks/estimate.py -->"
 COMPILED_MARKS = "<!-- begin: compiled estimates -->", "<!-- end: compiled estimates -->"
+LARGE_MARKS = "<!-- begin: large estimates -->", "<!-- end: large estimates -->"
 COMPILED = (
     "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM", "BertForSequenceClassification",
     "T5ForConditionalGeneration", "ViTForImageClassification", "CLIPModel", "resnet18", "UNet2DModel",
@@ -176,6 +179,28 @@ def compiled_page(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def large() -> str:
+    """A Llama of 6.7 billion parameters on the meta device: the estimate, its CPU seconds, and what this process has
+    taken in all, imports included."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens = torch.zeros(2, 2048, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    head = ("loop on an H100", "estimate", "CPU seconds", "of the process", "its memory")
+    lines = ["| " + " | ".join(head) + " |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, options in (("AdamW", {}), ("AdamW, checkpoints", {"checkpoint": True})):
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig())
+        optimizer = torch.optim.AdamW(model.parameters())
+        began = time.process_time()
+        need = tightship.estimate(model, batch, optimizer, device="h100", **options)
+        now = time.process_time()
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        row = (name, format_bytes(need.total), f"{now - began:.1f}", f"{now:.1f}", format_bytes(most))
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def one(build: Callable[[], Training]) -> dict[str, Any]:
     torch.manual_seed(0)
     training = build()
@@ -224,11 +249,19 @@ def main() -> int:
     )
     parser.add_argument("tables", nargs="*", default=TABLES, metavar="TABLE")
     parser.add_argument("--only", default="", metavar="TEXT")
-    parser.add_argument("--compiled", action="store_true")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--compiled", action="store_true")
+    kind.add_argument("--large", action="store_true")
     parser.add_argument("--results", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
+    if chosen.large:
+        table = large()
+        print(table, end="")
+        if chosen.write:
+            pages.put(PAGE, *LARGE_MARKS, table)
+        return 0
     results: dict[str, dict[str, Any]] = {}
     if chosen.results and chosen.results.exists():
         results = json.loads(chosen.results.read_text())

@@ -75,12 +75,15 @@ class Blocks(nn.Module):
         self.breaks, self.recompute = breaks, recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            y = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-            if self.breaks:
-                torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
-            x = x + self.back(y.sin())
-        return x
+        x = self.through(0, x)
+        if self.breaks:  # not in a loop: Dynamo compiles nothing around such a one
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return self.through(1, x)
+
+    def through(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        block = self.blocks[number]
+        y = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x + self.back(y.sin())
 
 
 def blocks(**kind: bool) -> tuple[nn.Module, Any]:
