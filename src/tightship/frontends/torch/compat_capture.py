@@ -447,6 +447,24 @@ def random_states_seen(seen: Callable[[torch.Tensor], object]) -> Iterator[None]
 
 
 @contextmanager
+def recomputations_seen(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+    """``begin()`` and ``end()`` around what each checkpoint runs again, whose own graph is gone with its end."""
+    hook = _checkpoint._recomputation_hook  # type: ignore[attr-defined]
+    enter_hook, leave_hook = hook.__enter__, hook.__exit__
+
+    def entered(self: Any) -> None:
+        begin()
+        enter_hook(self)
+
+    def left(self: Any, *error: object) -> None:
+        leave_hook(self, *error)
+        end()
+
+    with _patched(hook, "__enter__", entered), _patched(hook, "__exit__", left):
+        yield
+
+
+@contextmanager
 def quiet_engine() -> Iterator[None]:
     """Backward passes of fake tensors on this thread, no logging of formulas that fail, and no search for garbage:
     a capture makes many objects and keeps them, which would be gone through again and again."""

@@ -89,6 +89,7 @@ class _LifeTape(Tape):
         self.unread: list[Origin] = []  # where the code reads a number that only a real step has
         self._watched: dict[int, Any] = {}
         self._numbers: dict[int, list[int]] = {}
+        self._before: list[set[int]] = []
         self._node = self._ran = -1
 
     def value(self, tensor: torch.Tensor, place: str = "") -> int:
@@ -182,6 +183,16 @@ class _LifeTape(Tape):
             self._node = node
         if node != self._ran:
             self._ran = -1
+
+    def recompute_begins(self) -> None:
+        """A checkpoint begins to run its function again."""
+        self._before.append(set(self._numbers))
+
+    def recompute_ends(self) -> None:
+        """Its nodes, of which none will run, are gone with all that they kept."""
+        before = self._before.pop()
+        for node in [n for n in self._numbers if n not in before]:
+            self.events += [(Kind.FREE, s) for s in self._numbers.pop(node)]
 
     def step_over(self) -> None:
         """A step has returned: nodes that its backward pass did not need go with the rest of its graph."""
@@ -405,6 +416,7 @@ class EagerLoop(Capture):
         with (
             compat_capture.python_for_stand_ins(has_data=True, checkpoints=True),
             compat_capture.random_states_seen(self.tape.value),
+            compat_capture.recomputations_seen(self.tape.recompute_begins, self.tape.recompute_ends),
             self.readers.active(),
             self.tracker.active(),
         ):
