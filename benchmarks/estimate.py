@@ -31,12 +31,14 @@ from typing import Any
 import pages
 import torch
 from compat import Row, Training
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightship
 from tightship.errors import TightshipError
 from tightship.execute.allocator import Meter
 from tightship.execute.estimate import _training
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import loss_function, tensor_leaves
 from tightship.graph import aligned
 from tightship.units import format_bytes
@@ -78,9 +80,32 @@ def kept(model: torch.nn.Module) -> Iterator[torch.Tensor]:
             todo += x.values() if isinstance(x, dict) else x
 
 
+class _Reads(TorchDispatchMode):
+    """Takes down which storages are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: set[int] = set()
+
+    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.keys.update(map(compat.storage_key, tensors_in((args, kwargs or {}))))
+        return fn(*args, **(kwargs or {}))
+
+
+def read_beside(training: Training, batch: Any) -> Iterator[torch.Tensor]:
+    """Tensors that the loss has from where it was made (a scheduler's table), and reads."""
+    cells = [c.cell_contents for c in getattr(training.loss_fn, "__closure__", None) or ()]
+    held = [t for x in cells for t in tensors_in([x, *getattr(x, "__dict__", {}).values()])]
+    if held:
+        with torch.no_grad(), _Reads() as reads:
+            loss_function(training.loss_fn, batch)(training.model, batch)
+        yield from (t for t in held if compat.storage_key(t) in reads.keys)
+
+
 def measured(training: Training, loop: Any, optimizer: Any) -> int:
     batch = training.batch(0)
     tensors = (
+        *read_beside(training, batch),
         *training.model.parameters(),
         *training.model.buffers(),
         *tensor_leaves(batch),

@@ -126,6 +126,7 @@ def measured(
     homes = {compat.storage_key(t): t for t in tensors}
     static = sum(aligned(t.untyped_storage().nbytes()) for t in homes.values())
     held = None
+    del states, gradients, tensors, homes  # they end when the loop lets go of them
     gc.collect()  # what others have left would lower the level when it ends
     with allocator.Meter() as meter:
         for _ in range(2):
