@@ -284,6 +284,16 @@ def test_a_loop_that_has_run_before_has_state_and_gradients() -> None:
     assert found.phases["backward"] > fresh.phases["backward"]  # which adds to gradients that are there
 
 
+def test_gradients_that_are_there_end_when_the_loop_lets_go_of_them() -> None:
+    model, batch = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]), torch.randn(256, 64)
+    loop = step_of(lambda model, x: model(x).sum())
+    fresh = estimate(model, batch, torch.optim.AdamW(model.parameters()), loop=loop)
+    model(batch).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = estimate(model, batch, optimizer, loop=loop)
+    assert found.peak == fresh.peak == measured(model, batch, loop, optimizer)  # of the second step
+
+
 def test_a_loop_of_ones_own() -> None:
     model, batch = net(), images()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -382,11 +382,7 @@ class EagerLoop(Capture):
             self.tape.there = ""
             for s, slot in enumerate(self.tape.storages):
                 self.tape.lives[s].role = slot.role
-            held = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
-            self.tape.there = "gradient"
-            for n, g in self._held(held).items():
-                fakes.parameters[n].grad = g
-            self.tape.there = ""
+            self._give_gradients(fakes.parameters)
             self._homes = {id(p): n.rpartition(".")[0] for n, p in fakes.parameters.items()}
             twin = self._twin(optimizer, fakes.parameters)
             for one in each(twin) if foreach and twin is not None else ():
@@ -445,6 +441,14 @@ class EagerLoop(Capture):
 
             self.model._compiled_call_impl = unwatched  # type: ignore[assignment]
             yield
+
+    def _give_gradients(self, parameters: dict[str, torch.Tensor]) -> None:
+        """The stand-ins of parameters that have gradients get some, which nobody else holds."""
+        held = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        self.tape.there = "gradient"
+        for n, g in self._held(held).items():
+            parameters[n].grad = g
+        self.tape.there = ""
 
     # --- the optimizer ---
 
