@@ -269,6 +269,38 @@ def test_frozen_parts_have_no_gradients_and_no_state() -> None:
     assert found.optimizer_state < found.parameters
 
 
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_gradients_of_frozen_parts_that_a_kernel_makes_nonetheless(frozen: str, groups: int) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=groups))
+    getattr(model[1], frozen).requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    x, loop = torch.randn(2, 8, 8, 8), step_of(lambda model, x: model(x).sin().sum())
+    assert estimate(model, x, optimizer, loop=loop).peak == measured(model, x, loop, optimizer)
+
+
+class Scaled(nn.Module):
+    """Multiplies by numbers, which autograd keeps as tensors: in what is recomputed until that is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.scaled, layer, x, use_reentrant=False)
+        return x
+
+    def scaled(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 + (layer(x) * 0.22).tanh() * 0.7
+
+
+def test_numbers_that_a_recomputation_keeps_end_with_it() -> None:
+    model, x = Scaled(), torch.randn(8, 16)
+    optimizer, loop = torch.optim.SGD(model.parameters(), 0.1), step_of(lambda model, x: model(x).sum())
+    assert estimate(model, x, optimizer, loop=loop).peak == measured(model, x, loop, optimizer)
+
+
 def test_a_loop_that_has_run_before_has_state_and_gradients() -> None:
     model, batch = net(), images()
     optimizer = torch.optim.AdamW(model.parameters())

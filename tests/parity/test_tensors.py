@@ -717,6 +717,14 @@ def test_a_step_of_the_second_optimizer_with_frozen_parts():
     return Loop(model, critic, d, others=[(generator, g)])
 
 
+@identical(plans=None)
+def test_a_convolution_with_a_frozen_weight_and_a_bias_that_learns():
+    convolutions = [nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)]
+    model = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), *convolutions, nn.Flatten(), nn.Linear(16, 3))
+    convolutions[1].weight.requires_grad_(False)
+    return Loop(model, plain_loss, sgd(model))
+
+
 class Shifted(nn.Module):
     """Keeps a tensor that it makes when there is none, of a number that may have changed by then."""
 

@@ -500,11 +500,9 @@ class Prober:
     def _like(self, key: Any, out: Any) -> Any:
         if isinstance(out, (list, tuple)):
             return type(out)(self._like(k, o) for k, o in zip(key[1], out, strict=True))
-        if key is None or not isinstance(out, torch.Tensor):
-            return key if not isinstance(out, torch.Tensor) else None
-        if key == form_of(out):
-            return out
-        return key.blank()
+        if not isinstance(out, torch.Tensor):
+            return made_of(key)  # some kernels make a gradient that nobody asks for
+        return out if key == form_of(out) else made_of(key)
 
 
 def _read_look(look: Look, given: Sequence[torch.Tensor]) -> Any:
