@@ -2,6 +2,7 @@
 
 import re
 from collections import UserDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -117,6 +118,22 @@ def test_tied_unused_and_frozen_parameters():
     assert updated == ["embed:optimizer.AdamW"]
     keys = [s.key for s in program.slots if s.role == "parameter"]
     assert "head.weight" not in keys and {"embed.weight", "unused.weight", "frozen.weight"} <= set(keys)
+
+
+def test_backward_ops_are_of_the_module_whose_forward_op_has_the_gradient():
+    """Ops without one, of frozen layers, stand between; in a new thread the first of them is before any node."""
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[3].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+
+    def loss_of(model, x):
+        return F.cross_entropy(model(x), torch.tensor([0, 1]))
+
+    with ThreadPoolExecutor(1) as thread:
+        program = thread.submit(capture_step, model, loss_of, optimizer, torch.randn(2, 4)).result()
+    modules = {o.name.rpartition(":")[2]: o.name.rpartition(":")[0] for o in program.graph.ops}
+    assert modules["tanh_backward"] == "2"
+    assert modules["ones_like"] == modules["nll_loss_backward"] == modules["_log_softmax_backward_data"] == ""
 
 
 def test_gradients_are_results_without_an_optimizer():

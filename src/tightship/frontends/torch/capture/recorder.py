@@ -142,7 +142,8 @@ class Recorder(compat.TorchDispatchMode):
     def _asked(self) -> int:
         """The function's call that this op, or the op whose gradient it computes, belongs to."""
         if self.phase == "backward":
-            return self._asked_by_sequence.get(compat.backward_sequence(), -1)
+            number = compat.backward_sequence()
+            return self._asked_by_sequence.get(number, -1) if number >= 0 else -1
         # An op without a gradient finds the node of the one before it, which is not its own.
         self._asked_by_sequence.setdefault(compat.forward_sequence(), self.asked)
         return self.asked

@@ -103,9 +103,10 @@ class Tracker:
             self._stack.pop()
 
     def forward(self) -> Origin:
-        """Origin of the op being dispatched in the forward pass; remembered for its backward ops."""
+        """Origin of the op being dispatched in the forward pass; remembered for its backward ops. An op without a
+        gradient finds the node of the one before it, which is not its own, or none (-1)."""
         origin = self.here()
-        self._by_sequence[compat.forward_sequence()] = origin
+        self._by_sequence.setdefault(compat.forward_sequence(), origin)
         return origin
 
     def here(self) -> Origin:
@@ -123,7 +124,8 @@ class Tracker:
 
     def backward(self) -> Origin:
         """Origin of the forward op whose backward is running; empty between autograd nodes."""
-        return self._by_sequence.get(compat.backward_sequence(), Origin())
+        number = compat.backward_sequence()
+        return self._by_sequence.get(number, Origin()) if number >= 0 else Origin()
 
 
 @dataclass(frozen=True, slots=True)
