@@ -390,7 +390,10 @@ def users_code(what: str, text: str) -> Iterator[None]:
     except TightshipError:
         raise
     except (Exception, SystemExit) as error:
-        message = " ".join(str(error).split())
+        try:
+            message = " ".join(str(error).split())
+        except Exception:  # as its own text does
+            message = ""
         said = f"{type(error).__name__}: {message}" if message else type(error).__name__
         where = f", at {place}" if (place := _line(error)) else ""
         raise BadInput(f"{what} raised {said}{where}", place=text) from error

@@ -552,6 +552,16 @@ def forward():
 def raises():
     raise KeyError("nothing here")
 
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def speechless():
+    raise Speechless
+
+def named_optimizer():
+    return net(), nn.CrossEntropyLoss(), "adam", (torch.randn(16, 32), torch.zeros(16, dtype=torch.long))
+
 def other_shape():
     return net(), torch.randn(16, 5)
 
@@ -676,6 +686,8 @@ def test_a_device_that_is_too_small_is_a_budget_that_is_not_met(
     ("name", "said"),
     [
         ("raises", "the factory raised KeyError"),
+        ("speechless", "the factory raised Speechless, at "),
+        ("named_optimizer", "optimizer of type str; give a torch.optim.Optimizer"),
         ("other_shape", "running the model on its sample raised RuntimeError"),
         ("moves", "no CUDA GPUs are available"),
         ("nosuch", "has no attribute 'nosuch'"),

@@ -330,7 +330,8 @@ def each(optimizer: Any) -> tuple[Any, ...]:
 
 def as_one(optimizer: Any) -> Any:
     """The optimizer, or the several of a list or tuple as one, without the wrapper that accelerate puts around each.
-    Raises ``BadInput`` for an empty list, ``Unsupported`` for a wrapper that scales gradients."""
+    Raises ``BadInput`` for an empty list and what is no optimizer, ``Unsupported`` for a wrapper that scales
+    gradients."""
     if not isinstance(optimizer, (list, tuple)):
         return _unwrapped(optimizer)
     optimizer = [_unwrapped(o) for o in optimizer]
@@ -342,6 +343,10 @@ def as_one(optimizer: Any) -> Any:
 
 
 def _unwrapped(optimizer: Any) -> Any:
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        kind = type(optimizer).__name__
+        fault = f"optimizer of type {kind}; give a torch.optim.Optimizer, several in a list, or None"
+        raise BadInput(fault, place="optimizer")
     if not type(optimizer).__module__.startswith("accelerate."):
         return optimizer
     if getattr(optimizer, "scaler", None) is not None:
