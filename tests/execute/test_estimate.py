@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -645,6 +646,15 @@ def test_tables_of_modules_fit_the_terminal(width: int) -> None:
     assert width == 60 or "parameters" in text.split("\n", 1)[0]  # there is room for more than the share
     assert all("share" in line for line in text.splitlines() if "bytes" in line)
     assert "(all)" in text and "*" in text and "blocks.1" not in text
+
+
+def test_names_are_no_markup_and_no_lines_of_their_own() -> None:
+    names = ["[bold]a", "b\npeak 0 B", "c\x1b[31m\u202e"]
+    model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
+    found = estimate(model, torch.randn(2, 4))
+    lines = rendered(share_tables(found, 10), 140).splitlines()
+    for shown in ("[bold]a", "b<U+000A>peak 0 B", "c<U+001B>[31m<U+202E>"):
+        assert sum(line.startswith(f"{shown} ") for line in lines) >= 2  # in each table of modules
 
 
 def test_counters_of_parameters_are_evaluated_once_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from tightship.report.numbers import (
     slots,
 )  # fmt: skip
 from tightship.simulate import Timeline, baseline, replay
-from tightship.units import NARROW, format_bytes, format_seconds, percent
+from tightship.units import NARROW, format_bytes, format_seconds, percent, visible
 
 __all__ = [
     "Chart", "Fitting", "batch_table", "change_lines", "describe", "frontier_tables", "module_tables", "new_table",
@@ -52,9 +52,17 @@ def rendered(items: Sequence[RenderableType], width: int = 100) -> str:
     return out.getvalue()
 
 
+class _Cells(Table):
+    """A table of texts that are what they are: no name is markup, or begins a line of its own."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        shown = (Text(visible(c).replace("\n", "<U+000A>")) if isinstance(c, str) else c for c in cells)
+        super().add_row(*shown, **options)
+
+
 def new_table(*columns: str | tuple[str, int, int | None]) -> Table:
     """An empty table: columns of text are (heading, least width, most width), those of numbers a heading alone."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = _Cells(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         if isinstance(column, str):
             table.add_column(column, justify="right", no_wrap=True)
