@@ -37,7 +37,7 @@ OTHERS = re.compile(r"\.ses|torchinductor_.*|__pycache__|[a-z0-9_]{8}")
 """What onnxruntime and torch keep in the system's folder for temporary files, and Python's look whether it is one."""
 STDOUT = "said.json"
 """What a shell sends somewhere: nobody can write that whole or not at all."""
-LONGEST = 60
+LONGEST = 180
 """Seconds after which a case hangs."""
 OLD = b"what was there before\n"
 SHORT = -1
