@@ -285,7 +285,7 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -297,7 +297,7 @@ class Scaled(nn.Module):
 
 
 def test_numbers_that_a_recomputation_keeps_end_with_it() -> None:
-    model, x = Scaled(), torch.randn(8, 16)
+    model, x = Scaled(), torch.randn(2, 64)
     optimizer, loop = torch.optim.SGD(model.parameters(), 0.1), step_of(lambda model, x: model(x).sum())
     assert estimate(model, x, optimizer, loop=loop).peak == measured(model, x, loop, optimizer)
 
