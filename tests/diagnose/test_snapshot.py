@@ -9,6 +9,7 @@ import pytest
 
 from tightship import explain
 from tightship.baselines.torch_allocator import CachingAllocator, OutOfMemory
+from tightship.baselines.torch_allocator_settings import Settings
 from tightship.cli import main
 from tightship.diagnose.snapshot import requests_of
 from tightship.frontends.memory_snapshot import read_snapshot
@@ -23,9 +24,9 @@ def frame(line):
     ]
 
 
-def trained(seed=0, count=300, **how):
+def trained(seed=0, count=300, settings=None):
     """An allocator after random requests, and what was alive and reserved after each."""
-    a, rng = CachingAllocator(history=True, **how), random.Random(seed)
+    a, rng = CachingAllocator(settings or Settings(), history=True), random.Random(seed)
     kept, alive = [], [0]
     for _ in range(count):
         if kept and rng.random() < 0.45:
@@ -126,7 +127,7 @@ def test_several_devices_and_unknown_events(tmp_path):
 
 
 def test_expandable_segments(tmp_path):
-    a, _, alive = trained(9, expandable=True)
+    a, _, alive = trained(9, settings=Settings(expandable_segments=True))
     (d,) = explain(saved(tmp_path, a.snapshot())).devices
     assert (d.peak, d.reserved) == (max(alive), a.peak)
     assert [s.name for s in d.savings] == ["empty_cache() at that moment", "a planned arena"]

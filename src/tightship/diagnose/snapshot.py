@@ -16,7 +16,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tightship.baselines.torch_allocator import ROUND, CachingAllocator
+from tightship.baselines.torch_allocator import CachingAllocator
+from tightship.baselines.torch_allocator_settings import ROUND, Settings
 from tightship.frontends.memory_snapshot import (
     ACTIONS,
     INACTIVE,
@@ -494,7 +495,7 @@ def _load(lower: I64, upper: I64, size: I64, count: int) -> I64:
 
 def _replayed(requests: Requests, *, expandable: bool) -> int:
     """What PyTorch's allocator would reserve at most for the same requests, alone on its device."""
-    allocator = CachingAllocator(expandable=expandable)
+    allocator = CachingAllocator(Settings(expandable_segments=expandable))
     count = len(requests)
     at = np.concatenate([requests.upper, requests.lower])
     # At one event nothing is both freed and made, but before the record many are made: by address.
