@@ -3,11 +3,11 @@
 Reproduced are (c10/cuda/CUDACachingAllocator.cpp, torch 2.1 to 2.13): sizes rounded up to 512 bytes, or with
 ``roundup_power2_divisions``; a pool of small requests (up to 1 MiB, segments of 2 MiB) and one of large ones
 (segments of 20 MiB below 10 MiB, else rounded up to 2 MiB) for each stream; the best fit with the lowest address;
-when a block is split; free neighbors joined; ``max_split_size_mb``, ``max_non_split_rounding_mb``, and what they give back
-before an error; ``garbage_collection_threshold``, which acts below a limit of the process alone; ``empty_cache``,
-which also comes before an out-of-memory error; and ``expandable_segments``, where a pool is a range of addresses of
-which pages of 2 or 20 MiB are mapped. Not reproduced: private pools. A test compares with PyTorch's own, request by
-request, in each setting.
+when a block is split; free neighbors joined; ``max_split_size_mb``, ``max_non_split_rounding_mb``, and what they give
+back before an error; ``garbage_collection_threshold``, which acts below a limit of the process alone;
+``empty_cache``, which also comes before an out-of-memory error; and ``expandable_segments``, where a pool is a range
+of addresses of which pages of 2 or 20 MiB are mapped. Not reproduced: private pools. A test compares with PyTorch's
+own, request by request, in each setting.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from tightship.baselines.torch_allocator_settings import ROUND, Settings, rounded
 from tightship.errors import BadInput
 
-__all__ = ["LARGEST_SMALL", "CachingAllocator", "OutOfMemory"]
+__all__ = ["LARGEST_SMALL", "SMALL_SEGMENT", "CachingAllocator", "OutOfMemory"]
 
 LARGEST_SMALL = 1 << 20
-_SMALL_SEGMENT, _LEAST_LARGE, _ROUND_SEGMENT = 2 << 20, 10 << 20, 2 << 20
+SMALL_SEGMENT, _LEAST_LARGE, _ROUND_SEGMENT = 2 << 20, 10 << 20, 2 << 20
 _FIRST_ADDRESS = 1 << 40
 _DEFAULTS = Settings()
 _RANGE = 1 << 44
@@ -193,7 +193,7 @@ class CachingAllocator:
 
     def _more(self, size: int, pool: _Pool, frames: Frames) -> _Block | None:
         """A block of new memory of the device; None where there is too little."""
-        total = _SMALL_SEGMENT if pool[1] else self.settings.large_segment_size
+        total = SMALL_SEGMENT if pool[1] else self.settings.large_segment_size
         if size >= _LEAST_LARGE:
             total = -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
         if self.limit is not None and self.reserved + total > self.limit:
@@ -288,7 +288,7 @@ class CachingAllocator:
             insort(self._unmapped.setdefault(pool, []), block.address)
 
     def _page(self, pool: _Pool) -> int:
-        return _SMALL_SEGMENT if pool[1] else self.settings.large_segment_size
+        return SMALL_SEGMENT if pool[1] else self.settings.large_segment_size
 
     # --- giving back ---
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,11 +77,20 @@ class Settings:
             if value == getattr(plain, name):
                 continue
             if isinstance(value, tuple):
-                steps = [f"{1 << k}:{n}" for k, n in enumerate(value)]
-                said.append(f"{key}:{value[0]}" if len(set(value)) == 1 else f"{key}:[{','.join(steps)}]")
+                said.append(f"{key}:{_said(value)}")
             else:
                 said.append(f"{key}:{value >> 20 if key.endswith('_mb') else value}")
         return ",".join(said)
+
+
+def _said(steps: Sequence[int]) -> str:
+    """Divisions: the first stand for smaller sizes, too, and the last after ``>``."""
+    begin = next((k for k, n in enumerate(steps) if n != steps[0]), _INTERVALS)
+    if begin == _INTERVALS and steps[0]:
+        return str(steps[0])
+    end = 1 + max(k for k, n in enumerate(steps) if n != steps[-1])
+    middle = [f"{1 << k}:{n}" for k, n in enumerate(steps[:end]) if k >= begin - 1]
+    return f"[{','.join([*middle, f'>:{steps[-1]}'])}]"
 
 
 class _Fault(ValueError):
