@@ -240,6 +240,20 @@ def test_torchs_own_snapshot_is_simulated_exactly():
     assert d.optimal and d.arena == 313238528 and d.streams == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "reserved", "failures"),
+    [
+        ("max-split-out-of-memory", "max_split_size_mb:25", 262144000, 10),
+        ("expandable-out-of-memory", "expandable_segments:True", 262144000, 2),
+    ],
+)
+def test_torchs_own_snapshots_of_a_full_device_in_other_settings(name, settings, reserved, failures):
+    """Recorded on a device of 250 MiB; the cache was emptied by hand a few times, too."""
+    (d,) = explain(RECORDED.with_name(f"torch-2.13-{name}.pickle"), seconds=1).devices
+    assert (d.settings, d.capacity) == (settings, 250 << 20)
+    assert d.simulated == d.reserved == reserved and len(d.failures) == failures
+
+
 @pytest.mark.parametrize("columns", [60, 80, 140])
 def test_the_command_fits_the_width_and_writes_a_page(tmp_path, capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -1,7 +1,10 @@
 """Memory snapshots are read without being run: what PyTorch writes is understood, anything else is refused."""
 
+import gzip
+import json
 import pickle
 import pickletools
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from tightship import BadInput, _core
 from tightship.api import SnapshotRequest
 from tightship.baselines.torch_allocator import CachingAllocator
+from tightship.cli import main
 from tightship.frontends.memory_snapshot import NO_STACK, is_snapshot, read_snapshot
 
 RECORDED = Path(__file__).parents[1] / "data/snapshots/torch-2.13-two-streams.pickle"
@@ -209,6 +213,43 @@ def test_bytes_that_two_segments_or_blocks_share_are_refused(tmp_path):
         read_snapshot(write(tmp_path, [segment(), segment(address=(1 << 20) - 1)]))
     with pytest.raises(BadInput, match=r"blocks\[0\].*'address' is 5, and the blocks before it end at 0"):
         read_snapshot(write(tmp_path, [segment(blocks=[segment()["blocks"][0] | {"address": 5}])]))
+
+
+HOSTILE = {
+    "a gzip file": gzip.compress(RECORDED.read_bytes()),
+    "a zip archive": b"PK\x03\x04" + bytes(40),
+    "utf-16": '{"segments": []}'.encode("utf-16"),
+    "nested 100,000 deep": b"\x80\x04]\x94" + b"]\x94" * 100_000 + b"a" * 100_000 + b".",
+    "a list in itself": b"\x80\x04]\x94h\x00a.",
+    "two 61 times over": b"\x80\x04" + b"".join(b"]\x94(" + b"h\x00" * 10 + b"e" for _ in range(60)) + b".",
+    "bytes of a terabyte": pickle.dumps([segment(total_size=1 << 40, is_expandable=True, blocks=[
+        {"size": 1 << 40, "state": "active_allocated", "requested_size": 1 << 40}])]),
+    "bytes of 2^61": pickle.dumps([segment(total_size=1 << 61, is_expandable=True, blocks=[
+        {"size": 1 << 61, "state": "active_allocated", "requested_size": 1 << 61}])]),
+    "requests that share bytes": pickle.dumps({"device_traces": [
+        [{"action": "alloc", "addr": k * 512, "size": 1 << 39} for k in range(5000)]]}),
+    "settings of other kinds": pickle.dumps({"segments": [segment()], "allocator_settings": {
+        "max_split_size": "x", "roundup_power2_divisions": {"1": -3, "4": 7, "8": "x"}, "expandable_segments": 3,
+        "garbage_collection_threshold": float("nan"), "PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:9,[["}}),
+    "frames of other kinds": pickle.dumps({"device_traces": [[{"action": "alloc", "addr": 0, "size": 9, "frames": [
+        3, None, "s", {"filename": 5, "line": "x", "name": None}, {"filename": "\x1b[31m.py", "name": "a\nb\0"}]}]]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_files_are_answered_or_refused_at_once(tmp_path, what, capsys):
+    """Whatever a file says: an answer or a refusal with the file's name, as JSON, within some memory and seconds."""
+    path = tmp_path / "s.pickle"
+    path.write_bytes(HOSTILE[what])
+    tracemalloc.start()
+    status = main(["explain", str(path), "--seconds", "0.5", "--json"])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    answer = json.loads(capsys.readouterr().out)
+    assert status in (0, 2) and most < 200 << 20, (status, most)
+    assert status == 0 or str(path) in answer["error"]["message"]
+    for line in (f for d in answer.get("devices", []) for s in d["stacks"] for f in s["frames"]):
+        assert not {"\n", "\r"} & set(line)
 
 
 @pytest.mark.parametrize("key", ["segments", "device_traces"])

@@ -222,7 +222,8 @@ class CachingAllocator:
         block: _Block | None = self._room(size, pool)
         while block is not None and (block.size < size or not block.mapped):
             more = block.after if block.mapped else block
-            assert more is not None and not more.mapped  # `_room` has looked
+            if more is None or more.mapped:
+                return None  # it is larger than the addresses of a device
             missing = size - block.size if block.mapped else size
             block = self._map(more, min(missing, more.size), pool, frames)
         if block is not None:
@@ -241,7 +242,8 @@ class CachingAllocator:
             if total >= size:
                 return block
         page = self._page(pool)
-        total = _RANGE if self.capacity is None else -(-(self.capacity + self.capacity // 8) // page) * page
+        room = max(_RANGE, size) if self.capacity is None else self.capacity + self.capacity // 8
+        total = -(-room // page) * page
         block = self._segment(total, pool, expandable=True)
         insort(self._unmapped.setdefault(pool, []), block.address)
         return block

@@ -66,7 +66,9 @@ class Settings:
             expandable_segments=values.get("expandable_segments") is True,
             max_split_size=split if type(split) is int and 0 < split < 1 << 62 else None,
             garbage_collection_threshold=float(share) if isinstance(share, float) and 0 < share < 1 else 0.0,
-            roundup_power2_divisions=tuple(n if type(n) is int and 0 <= n < 1 << 40 else 0 for n in steps),
+            roundup_power2_divisions=tuple(
+                n if type(n) is int and 0 <= n < 1 << 40 and not n & (n - 1) else 0 for n in steps
+            ),
         )
 
     def __str__(self) -> str:

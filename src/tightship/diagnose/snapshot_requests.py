@@ -2,8 +2,8 @@
 
 Every allocation becomes a request that is alive from one event to another; what was allocated before the record began
 is alive from its beginning. In a trial the same requests come to a simulated allocator in the same order. Where the
-record shows that the cache was emptied, it is emptied there, too; where it was emptied because the device was full,
-the simulated device is as large. A request that failed in the record is tried again where it stands, and given back
+record shows that the cache was emptied, it is emptied there, too; where the device was full, the simulated one is as
+large, and empties it by itself. A request that failed in the record is tried again where it stands, and given back
 at once: the record does not say how long it would have been kept. Known limits: how large the device is shows only
 where it was full; what a limit of the process (``set_per_process_memory_fraction``) was, only where garbage
 collection has kept below it. Requests of private pools take no part.
@@ -11,6 +11,7 @@ collection has kept below it. Requests of private pools take no part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from tightship.baselines.torch_allocator import CachingAllocator, OutOfMemory
 from tightship.baselines.torch_allocator_settings import ROUND, Settings, rounded
-from tightship.frontends.memory_snapshot import ACTIONS, INACTIVE, Device
+from tightship.frontends.memory_snapshot import ACTIONS, INACTIVE, Device, Events
 
 __all__ = [
     "Circumstances", "Requests", "Trial", "circumstances_of", "other_settings", "requests_of", "trial", "within",
@@ -176,28 +177,38 @@ def circumstances_of(device: Device, reserved: I64, settings: Settings) -> Circu
     """Those that a record tells of; ``reserved``: bytes of the common pools at the beginning and after each event."""
     events = device.events
     common = ~(events.private | within(events.address, device))
-    gives = np.isin(events.action, (SEGMENT_FREE, UNMAP)) & common
-    ends = np.flatnonzero(gives & ~np.append(gives[1:], False))  # of each run
-    after = np.append(events.action, len(ACTIONS))[ends + 1]
-    pressed = np.isin(after, (SEGMENT_ALLOC, MAP, OOM))
     failed = np.flatnonzero((events.action == OOM) & common)
-    full = reserved[failed + 1] + np.maximum(
-        events.address[failed], 0
-    )  # its address: what the device had free
-    share, collects = settings.garbage_collection_threshold, settings.garbage_collection_threshold > 0
-    capacity = int(max(full.max(initial=0), reserved.max())) if len(failed) or pressed.any() else None
-    starts = np.flatnonzero(gives & ~np.append(False, gives[:-1]))[pressed]
-    limit = int((int(reserved[starts].min()) - 1) / share) if collects and len(starts) else None
-    if collects and not len(failed):
-        capacity = None
+    capacity = _capacity(events, failed, reserved) if len(failed) else None
+    gives = np.isin(events.action, (SEGMENT_FREE, UNMAP)) & common
+    starts = np.flatnonzero(gives & ~np.append(False, gives[:-1])[: len(gives)])
+    ends = np.flatnonzero(gives & ~np.append(gives[1:], False)[: len(gives)])  # of each run
+    after = np.append(events.action, len(ACTIONS))[ends + 1]
+    wanted = np.where(np.isin(after, (SEGMENT_ALLOC, MAP, OOM)), np.append(events.size, 0)[ends + 1], 0)
+    before, limit = reserved[starts], None
+    by_itself = (wanted > 0) & (before + wanted > (1 << 62 if capacity is None else capacity))
+    if share := settings.garbage_collection_threshold:
+        # More is collected than what the most was with which new memory was taken and nothing collected before it.
+        plain = (events.action == SEGMENT_ALLOC) & common & ~np.append(False, gives[:-1])[: len(gives)]
+        kept = int(reserved[:-1][plain].max(initial=0))
+        collected = (after == SEGMENT_ALLOC) & (before > kept) & ~by_itself
+        limit = math.ceil(kept / share) if collected.any() else None
+        by_itself |= collected
     return Circumstances(
-        tuple(ends[~pressed].tolist()),
+        tuple(ends[~by_itself].tolist()),
         tuple(
             zip(failed.tolist(), events.size[failed].tolist(), events.stream[failed].tolist(), strict=True)
         ),
         capacity,
         limit,
     )
+
+
+def _capacity(events: Events, failed: I64, reserved: I64) -> int:
+    """Bytes of the device where it was full; where it was not, a limit of the process was, and what it had taken is
+    all that is known of it."""
+    free = np.maximum(events.address[failed], 0)  # in place of an address
+    seen = reserved[failed] + np.where(free < events.size[failed], free, 0)
+    return int(max(seen.max(), reserved.max()))
 
 
 def trial(requests: Requests, end: int, settings: Settings, around: Circumstances) -> Trial:

@@ -57,6 +57,7 @@ _DEVICES = 1 << 10
 _MISSING, _NONE, _BOOLEAN, _INTEGER, _REAL, _TEXT, _LIST, _DICT, _TUPLE = range(9)
 _KINDS = ("missing", "None", "a boolean", "an integer", "a float", "a text", "a list", "a dict", "a tuple")
 _ENDINGS = (".pickle", ".pkl")
+_PACKED = {b"\x1f\x8b": "a gzip file", b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "a zstd file"}
 
 
 # --- what a snapshot says ---
@@ -207,7 +208,7 @@ def _line(file: object, line: object, name: object) -> tuple[int, str]:
     torch = any(part in path for part in _TORCH) or path.startswith("torch/")
     library = any(part in path for part in _LIBRARIES)
     where = f"{'/'.join(path.rsplit('/', 2)[-2:])}:{line}" if path not in ("", "??") else ""
-    text = " ".join(part for part in (where, str(name)[:60]) if part)
+    text = " ".join(f"{where} {str(name)[:60]}".split())
     return (1 + python + (python and not torch) + (python and not torch and not library) if text else 0), text
 
 
@@ -229,6 +230,9 @@ def read_snapshot(path: PathLike) -> Snapshot:
     data = read_bytes(path, MAX_FILE, "a snapshot")
     if not data:
         raise BadInput("the file is empty", place=name)
+    for begin, what in _PACKED.items():
+        if data.startswith(begin):
+            raise BadInput(f"not a memory snapshot of PyTorch's: it is {what}: unpack it first", place=name)
     try:
         tree = _core.PlainPickle(data)
     except ValueError as error:

@@ -100,6 +100,10 @@ def _facts(d: DeviceReport) -> Iterator[tuple[str, str]]:
 def _failure_lines(failures: Sequence[Failure], top: int) -> Iterator[str]:
     for f in failures[-top:]:
         enough = "; without fragmentation it would have fit" if f.asked <= f.free + f.idle else ""
+        if f.asked <= f.free:
+            enough = (
+                "; the device had enough: a limit of the process (set_per_process_memory_fraction) kept it"
+            )
         text = f"out of memory at event {f.event}: {format_bytes(f.asked)} asked for"
         yield (
             f"{text}, {format_bytes(f.free)} free on the device, {format_bytes(f.idle)} idle in what is reserved"
