@@ -11,7 +11,7 @@ what would pay only together with another is not found. Other alternatives of or
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -19,6 +19,15 @@ from functools import cached_property
 import numpy as np
 
 from tightship.analysis.structure import pattern, without_numbers
+from tightship.diagnose.alternatives import (
+    Alternative,
+    judged,
+    kept_in_memory,
+    split_rows,
+    stream_row,
+    stream_words,
+    streamed_as,
+)
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Plan
@@ -48,21 +57,6 @@ GROUPS = 200
 
 
 # --- answers ---
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """``way``: keep, recompute, offload or compress; ``verdict``: chosen, slower, over the budget, tie, faster or
-    not possible, and ``reason`` in words. With it the plan has ``peak`` bytes, ``more`` than it has now, and takes
-    ``time`` seconds, ``extra`` more."""
-
-    way: str
-    verdict: str
-    reason: str
-    peak: int = 0
-    more: int = 0
-    time: float = 0.0
-    extra: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -237,21 +231,40 @@ def why(graph: Graph, plan: Plan, name: str) -> Why:
     Raises ``BadInput`` for a name that no storage of the graph has, ``Unsupported`` for a plan without decisions."""
     s = _named(graph, name)
     decided, storage = _Decided(graph, plan), graph.storages[s]
-    way, op = decided.way(s), graph.uses.definer[s]
-    source = graph.place(op) if op >= 0 else ""
+    way, op, parts = decided.way(s), graph.uses.definer[s], streamed_as(graph, s)
+    source = graph.place(op) if op >= 0 and not parts else ""
+    about = storage.name, storage.size, storage.kind, source
     if s in graph.static:
-        reason = (
-            f"the caller owns it, {storage.kind}: it is there in every step (allow=stream moves such tensors)"
-        )
-        rows: tuple[Alternative, ...] = (Alternative("keep", "chosen", reason, plan.peak, 0, plan.time),)
-        return Why(storage.name, storage.size, storage.kind, source, "keep", rows, (), True, plan.budget)
+        reason = f"the caller owns it, {storage.kind}: it is there in every step"
+        chosen = Alternative("keep", "chosen", reason, plan.peak, 0, plan.time)
+        return Why(*about, "keep", (chosen, stream_row(graph, plan, s)), (), True, plan.budget)
+    if parts:
+        name = graph.ops[op].name.removeprefix("fetch ")
+        rows, places = tuple(_streamed(decided, s, parts)), [p for t in parts for p in _places(plan, t)]
+        return Why(name, *about[1:], "stream", rows, tuple(dict.fromkeys(places)), decided.exact, plan.budget)
     found = [
         _alternative(decided, s, other, chosen=other == way)
         for other in sorted(WAYS, key=lambda other: other != way)
     ]
-    place = tuple(_places(plan, s))
-    return Why(
-        storage.name, storage.size, storage.kind, source, way, tuple(found), place, decided.exact, plan.budget
+    rows = (*found, *split_rows(graph, plan, s))
+    return Why(*about, way, rows, tuple(_places(plan, s)), decided.exact, plan.budget)
+
+
+def _streamed(decided: _Decided, s: int, parts: tuple[int, ...]) -> Iterator[Alternative]:
+    """Of what streams: fetched once or again between its uses, and in memory all the time."""
+    graph, plan, base = decided.graph, decided.plan, decided.base
+    yield Alternative("stream", "chosen", stream_words(graph, plan, parts), plan.peak, 0, plan.time)
+    for t in parts:
+        again = decided.way(t) == "recompute"
+        if not _impossible(decided, t, "recompute"):
+            cost = decided.with_([(t, "keep" if again else "recompute")])
+            if cost is not None:
+                way = "fetch once" if again else "fetch again"
+                yield judged(way, cost, base, plan.budget, "the search has not found it")
+    exact = replay(graph, plan.steps)
+    cost = kept_in_memory(graph, plan, parts)
+    yield judged(
+        "keep", cost, (exact.peak, exact.time), plan.budget, "what streams is chosen before the search"
     )
 
 
@@ -274,16 +287,7 @@ def _alternative(decided: _Decided, s: int, way: str, *, chosen: bool) -> Altern
     cost = decided.with_([(s, way)])
     if cost is None:
         return Alternative(way, "not possible", "what it needs is not there when it would have to come back")
-    more, extra = cost[0] - peak, cost[1] - time
-    if budget is not None and cost[0] > max(budget, peak):
-        verdict, reason = "over the budget", f"by {format_bytes(cost[0] - budget)}"
-    elif abs(extra) <= 1e-9 * max(time, 1e-9):
-        verdict, reason = "tie", "no second more or less, and within the budget"
-    elif extra > 0:
-        verdict, reason = "slower", "the plan gets by with less time"
-    else:
-        verdict, reason = "faster", _missed(decided.plan, way)
-    return Alternative(way, verdict, reason, cost[0], more, cost[1], extra)
+    return judged(way, cost, (peak, time), budget, _missed(decided.plan, way))
 
 
 def _missed(plan: Plan, way: str) -> str:

@@ -17,7 +17,10 @@ from tightship.units import format_bytes, format_seconds
 
 __all__ = ["difference_page", "difference_rows", "difference_tables", "why_tables"]
 
-_DONE = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded", "compress": "compressed"}
+_DONE = {
+    "keep": "kept", "recompute": "recomputed", "offload": "offloaded", "compress": "compressed",
+    "stream": "streamed", "split": "in slices", "whole": "in one piece",
+}  # fmt: skip
 _INEXACT = "counted from what the plan's decisions give, which is not quite what its planner made of them"
 
 
@@ -29,7 +32,8 @@ def why_tables(w: Why) -> list[RenderableType]:
         f"{w.name} ({w.kind}, {format_bytes(w.bytes)}) is {_DONE[w.way]}{limit}{source}",
         "",
     ]
-    items += ["\n".join(f"  {a.way:<9}  {_outcome(a)}" for a in w.alternatives)]
+    wide = max((len(a.way) for a in w.alternatives), default=0)
+    items += ["\n".join(f"  {a.way:<{wide}}  {_outcome(a)}" for a in w.alternatives)]
     if w.place:
         items += ["", "\n".join(w.place)]
     return items if w.exact else [*items, "", f"note: {_INEXACT}"]
@@ -38,7 +42,7 @@ def why_tables(w: Why) -> list[RenderableType]:
 def _outcome(a: Alternative) -> str:
     if a.verdict in ("chosen", "not possible"):
         return f"{a.verdict}: {a.reason}"
-    cost = f"peak {_change(a.more)}, time {_seconds(a.extra)}"
+    cost = f"peak {_change(a.more)}" + (f", time {_seconds(a.extra)}" if a.time else "")
     return (
         f"{a.verdict} {a.reason}: {cost}"
         if a.verdict == "over the budget"
