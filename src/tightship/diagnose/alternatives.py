@@ -9,7 +9,8 @@ the time. What a plan in slices found out about the program in one piece, and in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,15 +23,21 @@ from tightship.units import format_bytes, format_seconds
 __all__ = [
     "Alternative",
     "judged",
-    "kept_in_memory",
+    "kept_cost",
+    "size_of",
     "slices_of",
     "split_rows",
     "stream_row",
     "stream_words",
     "streamed_as",
+    "streamed_cost",
+    "tensor_of",
 ]
 
 Cost = tuple[int, float]
+AWAY = ".away"
+"""What storages end with that have no bytes here: they stand for what lies in the host's pool."""
+_ROWS = re.compile(r"\[\d+:\d+\]$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +72,43 @@ def judged(way: str, cost: Cost, base: Cost, budget: int | None, missed: str) ->
 # --- streams ---
 
 
-def streamed_as(graph: Graph, s: int) -> tuple[int, ...]:
-    """The storages that one streamed tensor is, each made by a fetch of its own; none for what does not stream."""
+def tensor_of(graph: Graph, s: int) -> str:
+    """The name of the tensor that a storage is, or is some rows of, where that streams; else nothing."""
     op = graph.uses.definer[s]
-    if op < 0 or graph.ops[op].target != FETCH:
+    if op >= 0 and graph.ops[op].target == FETCH:
+        return _ROWS.sub("", graph.ops[op].name.removeprefix("fetch "))
+    storage = graph.storages[s]
+    if op < 0 and not storage.size and storage.name.endswith(AWAY):  # the bytes in the host's pool
+        return _ROWS.sub("", storage.name.removesuffix(AWAY))
+    return ""
+
+
+def streamed_as(graph: Graph, s: int) -> tuple[int, ...]:
+    """The storages that one streamed tensor is, each made by a fetch of its own, as a whole or some rows of it; none
+    for what does not stream."""
+    if not (name := tensor_of(graph, s)):
         return ()
-    name = graph.ops[op].name
-    return tuple(
-        t for t, made in enumerate(graph.uses.definer) if made >= 0 and graph.ops[made].name == name
-        and graph.ops[made].target == FETCH
-    )  # fmt: skip
+    made = [t for t, op in enumerate(graph.uses.definer) if op >= 0 and graph.ops[op].target == FETCH]
+    return tuple(t for t in made if tensor_of(graph, t) == name)
+
+
+def size_of(graph: Graph, parts: Sequence[int]) -> int:
+    """Bytes of the whole tensor."""
+    rows: dict[str, int] = {}
+    for s in parts:
+        name = graph.ops[graph.uses.definer[s]].name
+        rows[name] = max(rows.get(name, 0), graph.storages[s].size)
+    pieces = {n: size for n, size in rows.items() if _ROWS.search(n)}
+    return max([sum(pieces.values()), *(size for n, size in rows.items() if n not in pieces)])
 
 
 def copies_of(graph: Graph, plan: Plan, parts: tuple[int, ...]) -> tuple[int, int, frozenset[int]]:
     """How many fetches and stores of a streamed tensor a plan has, and their ops."""
-    fetches = {graph.uses.definer[s] for s in parts}
-    names = {graph.ops[k].name.removeprefix("fetch ") for k in fetches}
+    name, fetches = tensor_of(graph, parts[0]), {graph.uses.definer[s] for s in parts}
     stores = {
-        k for k, op in enumerate(graph.ops) if op.target == STORE and op.name.removeprefix("store ") in names
+        k
+        for k, op in enumerate(graph.ops)
+        if op.target == STORE and _ROWS.sub("", op.name.removeprefix("store ")) == name
     }
     run = [s.op for s in plan.steps if s.kind in ("compute", "recompute")]
     return sum(k in fetches for k in run), sum(k in stores for k in run), frozenset(fetches | stores)
@@ -97,42 +123,52 @@ def stream_words(graph: Graph, plan: Plan, parts: tuple[int, ...]) -> str:
     return f"in the host's memory between its uses: {many} a step, {format_seconds(seconds)} of copies"
 
 
-def kept_in_memory(graph: Graph, plan: Plan, parts: tuple[int, ...]) -> Cost:
-    """Peak and seconds of the plan's steps if a streamed tensor were there all the time."""
-    line, size, there, peak = replay(graph, plan.steps), max(graph.storages[s].size for s in parts), set(), 0
+def kept_cost(graph: Graph, plan: Plan, tensors: Sequence[tuple[int, ...]]) -> Cost:
+    """Peak and seconds of the plan's steps if streamed tensors, each some storages, were there all the time."""
+    line, there = replay(graph, plan.steps), set[int]()
+    every = {s for parts in tensors for s in parts}
+    size = sum(size_of(graph, parts) for parts in tensors)
+    peak = graph.static_bytes + size
     for step, nbytes in zip(plan.steps, line.during, strict=True):
         if step.kind in ("compute", "recompute"):
             made = graph.uses.defines[step.op] if step.kind == "compute" else step.storages
-            there |= set(parts).intersection(made)
+            there |= every.intersection(made)
         peak = max(peak, nbytes + size - sum(graph.storages[s].size for s in there))
         if step.kind == "free" and step.form == "full":
             there.difference_update(step.storages)
-    ops = copies_of(graph, plan, parts)[2]
-    free = tuple(replace(op, time=0.0) if k in ops else op for k, op in enumerate(graph.ops))
-    return max(peak, graph.static_bytes + size), replay(replace(graph, ops=free), plan.steps).time
+    free = {k for parts in tensors for k in copies_of(graph, plan, parts)[2]}
+    ops = tuple(replace(op, time=0.0) if k in free else op for k, op in enumerate(graph.ops))
+    return peak, replay(replace(graph, ops=ops), plan.steps).time
+
+
+def streamed_cost(graph: Graph, plan: Plan, storages: Sequence[int]) -> tuple[Cost, int]:
+    """Peak and seconds of the plan's steps if tensors of the caller's streamed, and how many fetches that takes."""
+    line, uses, sizes = replay(graph, plan.steps), graph.uses, {s: graph.storages[s].size for s in storages}
+    all_, fetches, seconds = sum(sizes.values()), 0, 0.0
+    peak, here, written = graph.static_bytes - all_, set[int](), set[int]()
+    for step, nbytes in zip(plan.steps, line.during, strict=True):
+        runs = step.kind in ("compute", "recompute")
+        used = {s for s in (*uses.reads[step.op], *uses.mutates[step.op]) if s in sizes} if runs else set()
+        written |= {s for s in uses.mutates[step.op] if s in sizes} if runs else set()
+        for s in used - here:
+            fetches, seconds = fetches + 1, seconds + graph.machine.seconds("fetch", sizes[s])
+        here = used if runs else here
+        peak = max(peak, nbytes - all_ + sum(sizes[s] for s in used))
+    seconds += sum(graph.machine.seconds("offload", sizes[s]) for s in written)
+    return (peak, line.time + seconds), fetches
 
 
 def stream_row(graph: Graph, plan: Plan, s: int) -> Alternative:
     """What streaming a tensor of the caller's would come to."""
-    storage, uses = graph.storages[s], graph.uses
-    if storage.kind not in ("parameter", "state"):
+    if graph.storages[s].kind not in ("parameter", "state"):
         return Alternative("stream", "not possible", "parameters and optimizer state stream alone")
     if not any(op.phase == "update" for op in graph.ops):
         return Alternative("stream", "not possible", "parameters stream in training steps alone")
-    line, peak, fetches, before = replay(graph, plan.steps), graph.static_bytes - storage.size, 0, False
-    writes = 0
-    for step, nbytes in zip(plan.steps, line.during, strict=True):
-        runs = step.kind in ("compute", "recompute")
-        used = runs and (s in uses.reads[step.op] or s in uses.mutates[step.op])
-        writes += runs and s in uses.mutates[step.op]
-        fetches += used and not before
-        before = used if runs else before
-        peak = max(peak, nbytes - (0 if used else storage.size))
-    seconds = fetches * graph.machine.seconds("fetch", storage.size)
-    seconds += bool(writes) * graph.machine.seconds("offload", storage.size)
-    found = judged("stream", (peak, line.time + seconds), (line.peak, line.time), plan.budget, "")
-    about = f"{fetches} fetch{'es' * (fetches != 1)}, no copy hidden behind ops; {found.reason}"
-    return replace(found, reason=about if found.verdict != "over the budget" else found.reason)
+    line = replay(graph, plan.steps)
+    cost, fetches = streamed_cost(graph, plan, [s])
+    found = judged("stream", cost, (line.peak, line.time), plan.budget, "")
+    many = f"{fetches} fetch{'es' * (fetches != 1)}, no copy hidden behind ops"
+    return replace(found, reason=f"{many}; {found.reason}") if found.verdict != "over the budget" else found
 
 
 # --- slices ---

@@ -90,7 +90,7 @@ def difference_tables(one: Plan, two: Plan, d: Differences, top: int = 10) -> li
             "",
             table_,
         ]
-    notes = list(_notes(d, top))
+    notes = list(_notes(one, two, d, top))
     return [*items, "", "\n".join(notes)] if notes else items
 
 
@@ -118,7 +118,9 @@ def _cost(row: Difference) -> tuple[str, str]:
     return (_change(row.more), _seconds(row.extra)) if row.possible else ("not alone", "")
 
 
-def _notes(d: Differences, top: int) -> Iterator[str]:
+def _notes(one: Plan, two: Plan, d: Differences, top: int) -> Iterator[str]:
+    for which, plan in (("first", one), ("second", two)):
+        yield from (f"{which}: {note}" for note in plan.notes)
     if d.moved:
         yield f"{d.moved:,} ops follow another op in the second"
     for which, rows in (("first", d.only_one), ("second", d.only_two)):
@@ -143,6 +145,8 @@ def difference_page(one: Plan, two: Plan, d: Differences, *, title: str = "") ->
         table("Both plans", [("", "text"), ("first", "text"), ("second", "text")], list(_numbers(one, two))),
         table("What the second does differently", [*heads, ("peak", "text"), ("time", "text")], cut(rows, 1)),
     ]
+    if notes := [[note] for note in _notes(one, two, d, 10)]:
+        sections.append(table("Notes", [("note", "text")], notes))
     for which, only in (("first", d.only_one), ("second", d.only_two)):
         if only:
             cells = cut([list(row) for row in only], 1)
