@@ -112,6 +112,7 @@ def test_the_differences_of_a_changed_plan(plans, capsys, monkeypatch):
     assert ("keep", "stream") in ways and ("whole", "split") in ways
     streamed = [r for r in rows["differences"] if r["two"] == "stream"]
     assert all(r["possible"] and r["more"] <= 0 < r["extra"] for r in streamed)
+    assert sum(r["bytes"] for r in streamed) == 6 * 51200 + 4 * 4096, "as the plan's note says"
     alone = {r["name"] for r in rows["only_two"]}
     split = tightship.load(two).plan.meta["split"]["storages"]
     assert not alone & set(split) and not any(name.endswith((".updated", ".away", "]")) for name in alone)

@@ -274,8 +274,8 @@ def _streamed(decided: _Decided, parts: tuple[int, ...]) -> Iterator[Alternative
 
 
 def _named(graph: Graph, name: str) -> int:
-    names = {storage.name: s for s, storage in enumerate(graph.storages)}
-    names |= {v.name: v.storage for v in graph.values if v.name not in names}
+    names = {storage.name: s for s, storage in enumerate(graph.storages) if _exists(graph, s)}
+    names |= {v.name: v.storage for v in graph.values if v.name not in names and _exists(graph, v.storage)}
     names |= {tensor: s for s in reversed(range(len(graph.storages))) if (tensor := tensor_of(graph, s))}
     if name in names:
         return names[name]
@@ -413,6 +413,11 @@ def _ways(first: _Decided, s: int, second: _Decided, t: int) -> tuple[str, str]:
     return first.way(s), second.way(t)
 
 
+def _exists(graph: Graph, s: int) -> bool:
+    """Whether a storage is the caller's, or an op makes it; where tensors stream, some are neither."""
+    return graph.uses.definer[s] >= 0 or s in graph.static
+
+
 def _by_name(graph: Graph) -> dict[str, int]:
     """Storages by name; of those that share one, the n-th is called so, too, with its number. What streams is there
     once, whatever it is fetched as."""
@@ -422,6 +427,8 @@ def _by_name(graph: Graph) -> dict[str, int]:
         if tensor := tensor_of(graph, s):
             if graph.uses.definer[s] >= 0:
                 found.setdefault(tensor, s)
+            continue
+        if not _exists(graph, s):
             continue
         count[storage.name] += 1
         found[storage.name if count[storage.name] == 1 else f"{storage.name} ({count[storage.name]})"] = s
