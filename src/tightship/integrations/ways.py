@@ -113,15 +113,19 @@ class Ways:
             how.append(f"{format_bytes(size)} streamed")
         most = max((c.most for c in found.changes if isinstance(c, Decision)), default=0)
         notes = (*said, *streaming.notes(found))
-        return self._answer(found.plan, found.program, how, notes, limit, most)
+        return self._answer(found.plan, found.program, how, notes, limit, most, streaming.moved(found))
 
     def _answer(
-        self, plan: Plan, made: Any, how: list[str], notes: tuple[str, ...], limit: int, most: int = 0
-    ) -> Made:
+        self, plan: Plan, made: Any, how: list[str], notes: tuple[str, ...], limit: int, most: int = 0,
+        streamed: tuple[int, int] = (0, 0),
+    ) -> Made:  # fmt: skip
         if made is self.program:
             return Made(plan, None, 0, 0.0)
         if split := self._split(made.graph, limit, most):
             plan = replace(plan, meta=plan.meta | {"split": split})
+        if streamed[0]:
+            row = {"tensors": streamed[0], "bytes": streamed[1]}
+            plan = replace(plan, meta=plan.meta | {"streamed": row})
         whole = replay(self.graph, baseline(self.graph))
         said = f"in one piece and in memory {format_bytes(whole.peak)} and {format_seconds(whole.time)}, unplanned"
         plan = replace(plan, notes=(*plan.notes, *notes, said))
@@ -140,7 +144,8 @@ class Ways:
         for count, needs, searched in rows:
             least[count, searched] = min(needs, least.get((count, searched), needs))
         tried = [{"slices": n, "needs": needs, "searched": how} for (n, how), needs in sorted(least.items())]
-        return {"slices": most, "storages": found, "whole": whole, "tried": tried}
+        nbytes = sum(dict(found.values()).values())
+        return {"slices": most, "bytes": nbytes, "storages": found, "whole": whole, "tried": tried}
 
     @cached_property
     def splitting(self) -> Splitting:

@@ -106,6 +106,8 @@ def _numbers(one: Plan, two: Plan) -> Iterator[tuple[str, str, str]]:
     for number in NUMBERS:
         if number.heading:
             a, b = number.of(one), number.of(two)
+            if number.rare and not (a or b):
+                continue
             first, second = ("none" if x is None else shown(number, x) for x in (a, b))
             yield number.heading, first, second
 

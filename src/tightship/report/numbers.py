@@ -22,7 +22,7 @@ from tightship.units import format_bytes, format_seconds, percent
 __all__ = [
     "BANDS", "NUMBERS", "POINT", "POLICY", "Column", "Maker", "ModuleCost", "Number", "Peak", "ResidenceRow", "Share",
     "at_peak", "band", "changes_of", "columns", "comparable", "frontier_rows", "label", "makers", "module_costs",
-    "moments", "peak_of", "plan_rows", "residence_rows", "shown", "slots", "summary",
+    "moments", "peak_of", "plan_rows", "point_numbers", "residence_rows", "shown", "slots", "summary",
 ]  # fmt: skip
 
 BANDS = ("weights", "state", "batch", "activation", "gradient", "workspace")
@@ -38,13 +38,28 @@ class Number:
     """A number: its key in JSON, how it is counted, and its heading and unit where people are shown it.
 
     ``unit``: bytes, seconds, count, percent (a share, with its sign) or text. ``wide``: left out where a terminal is
-    narrow."""
+    narrow. ``rare``: left out where it is nothing."""
 
     key: str
     of: Callable[..., Any]
     heading: str = ""
     unit: str = ""
     wide: bool = False
+    rare: bool = False
+
+
+def _bytes_of(change: str) -> Callable[[Plan], int]:
+    """What a plan says of what streams, or is in slices."""
+
+    def of(plan: Plan) -> int:
+        row = plan.meta.get(change)
+        found = row.get("bytes") if isinstance(row, dict) else None
+        return found if type(found) is int and 0 <= found < 1 << 62 else 0
+
+    return of
+
+
+_streamed, _split = _bytes_of("streamed"), _bytes_of("split")
 
 
 def _steps_of(kind: str) -> Callable[[Plan], int]:
@@ -61,6 +76,8 @@ NUMBERS: tuple[Number, ...] = (
     Number("static", lambda p: p.static, "static", "bytes"),
     Number("arena", lambda p: p.arena, "arena", "bytes"),
     Number("handed", lambda p: p.handed),
+    Number("streamed", _streamed, "streamed", "bytes", rare=True),
+    Number("split", _split, "in slices", "bytes", rare=True),
     Number("host", lambda p: p.host),
     Number("host_budget", lambda p: p.host_budget),
     Number("lossy", lambda p: p.lossy),
@@ -122,6 +139,8 @@ POINT: tuple[Number, ...] = (
     Number("extra", lambda f, p: p.time / _once(f) - 1, "extra time", "percent"),
     Number("least", lambda f, p: max(0.0, p.time_bound / _once(f) - 1), "at least", "percent"),
     Number("flops", lambda f, p: f.more_flops(p), "extra FLOPs", "percent", wide=True),
+    Number("streamed", lambda f, p: _streamed(p), "streamed", "bytes", rare=True),
+    Number("split", lambda f, p: _split(p), "in slices", "bytes", rare=True),
     Number("changes", lambda f, p: _changes(f, p), "changes", "text"),
 )
 """What is said of each plan of a frontier."""
@@ -134,6 +153,11 @@ POLICY: tuple[Number, ...] = (
     Number("ours", _ours, "ours within it", "text"),
 )
 """What is said of each other policy beside a frontier."""
+
+
+def point_numbers(f: Frontier) -> tuple[Number, ...]:
+    """Those of `POINT` that say something of these plans."""
+    return tuple(n for n in POINT if not n.rare or any(n.of(f, p) for p in f.points))
 
 
 def frontier_rows(f: Frontier) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from tightship.planners.frontier import Frontier, budget_of
 from tightship.report.numbers import (
     BANDS,
     NUMBERS,
-    POINT,
     POLICY,
     at_peak,
     columns,
@@ -21,6 +20,7 @@ from tightship.report.numbers import (
     label,
     module_costs,
     plan_rows,
+    point_numbers,
     residence_rows,
 )
 from tightship.report.pages import ROWS, Fact, Section, cut, page_of, table
@@ -49,7 +49,11 @@ def plan_page(
     ``batches``: the sizes that were looked at to find the largest that fits. ``frontier``: plans for other budgets,
     to choose from."""
     s = dict(plan_rows(plan, graph) if rows is None else rows)
-    facts: list[Fact] = [(n.heading, s[n.key], n.unit) for n in NUMBERS if n.heading and n.key in s]
+    facts: list[Fact] = [
+        (n.heading, s[n.key], n.unit)
+        for n in NUMBERS
+        if n.heading and n.key in s and (s[n.key] or not n.rare)
+    ]
     about = f"{s['planner']}, planned in {format_seconds(s['seconds'])}; {len(plan.steps)} steps"
     about += "" if s["met"] else "; the budget is NOT met"
     before = before or graph
@@ -305,7 +309,10 @@ def frontier_page(f: Frontier, *, title: str = "") -> str:
             [(n.heading, n.unit) for n in numbers],
             [[n.of(f, row) for n in numbers] for row in rows_],
         )
-        for heading, numbers, rows_ in (("Plans", POINT, f.points), ("Other policies", POLICY, f.others))
+        for heading, numbers, rows_ in (
+            ("Plans", point_numbers(f), f.points),
+            ("Other policies", POLICY, f.others),
+        )
         if rows_
     ]
     sections = [_chart(f), what_if(f), _memory(f), *tables, at_peak]
@@ -316,8 +323,9 @@ def other_budgets(f: Frontier, plan: Plan) -> list[Section]:
     """In the page of a plan: the plans for other budgets beside it, each with its memory."""
     beside = _memory(f) | {"heading": "Memory with the plan that is chosen"}
     beside["panels"] = [p | {"view": f"what if, {p['view']}"} for p in beside["panels"]]
-    rows = [[n.of(f, p) for n in POINT] for p in f.points]
-    listed = table("Plans for other budgets", [(n.heading, n.unit) for n in POINT], rows, fold="as a table")
+    numbers = point_numbers(f)
+    rows = [[n.of(f, p) for n in numbers] for p in f.points]
+    listed = table("Plans for other budgets", [(n.heading, n.unit) for n in numbers], rows, fold="as a table")
     return [what_if(f, plan), beside, listed]
 
 
@@ -344,7 +352,7 @@ def what_if(f: Frontier, base: Plan | None = None) -> Section:
             [name, ours.get(name, "kept"), ways.get(name, "kept"), sizes[name]]
             for name in dict.fromkeys(name for name, _ in other)
         ]
-        facts = [(n.heading, n.of(f, p), n.unit) for n in POINT if n.key != "changes"]
+        facts = [(n.heading, n.of(f, p), n.unit) for n in point_numbers(f) if n.key != "changes"]
         facts.insert(2, ("time", p.time, "seconds"))
         plans.append({"facts": facts, "does": does, "changes": cut(changes, 3), "changed": len(changes)})
     names = [("tensor", "text"), ("there", "text"), ("here", "text"), ("bytes", "bytes")]
@@ -366,7 +374,7 @@ def _ways(graph: Graph, plan: Plan, sizes: dict[str, int]) -> dict[str, str]:
 
 def _chart(f: Frontier) -> Section:
     once = f.before[1] or 1.0
-    values = [{n.key: n.of(f, p) for n in POINT} | {"time": p.time} for p in f.points]
+    values = [{n.key: n.of(f, p) for n in point_numbers(f)} | {"time": p.time} for p in f.points]
     points = [
         v
         | {
