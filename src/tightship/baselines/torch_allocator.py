@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tightship.baselines.torch_allocator_settings import ROUND, Settings, rounded
 from tightship.errors import BadInput
 
-__all__ = ["LARGEST_SMALL", "SMALL_SEGMENT", "CachingAllocator", "OutOfMemory"]
+__all__ = ["LARGEST_SMALL", "SMALL_SEGMENT", "CachingAllocator", "OutOfMemory", "taken_of_device"]
 
 LARGEST_SMALL = 1 << 20
 SMALL_SEGMENT, _LEAST_LARGE, _ROUND_SEGMENT = 2 << 20, 10 << 20, 2 << 20
@@ -30,6 +30,14 @@ _RANGE = 1 << 44
 """Addresses of one expandable segment where the device's bytes are not known; else there are 9/8 of those."""
 
 Frames = Sequence[dict[str, Any]]
+
+
+def taken_of_device(size: int, settings: Settings) -> int:
+    """What a request of (rounded) bytes takes of the device where no block is free for it."""
+    page = SMALL_SEGMENT if size <= LARGEST_SMALL else settings.large_segment_size
+    if settings.expandable_segments:
+        return -(-size // page) * page
+    return page if size < _LEAST_LARGE else -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
 
 
 class OutOfMemory(Exception):
@@ -193,9 +201,7 @@ class CachingAllocator:
 
     def _more(self, size: int, pool: _Pool, frames: Frames) -> _Block | None:
         """A block of new memory of the device; None where there is too little."""
-        total = SMALL_SEGMENT if pool[1] else self.settings.large_segment_size
-        if size >= _LEAST_LARGE:
-            total = -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
+        total = taken_of_device(size, replace(self.settings, expandable_segments=False))
         if self.limit is not None and self.reserved + total > self.limit:
             return None
         if self.settings.expandable_segments:

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tightship.baselines.torch_allocator import SMALL_SEGMENT
+from tightship.baselines.torch_allocator import SMALL_SEGMENT, taken_of_device
 from tightship.baselines.torch_allocator_settings import ROUND, Settings
 from tightship.diagnose.snapshot_requests import (
     Circumstances,
@@ -103,12 +103,13 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A request that ran out of memory: so much ``asked`` for, so much ``free`` on the device, so much ``idle`` in
-    what was reserved."""
+    what was reserved; it ``takes`` so much of the device, as a segment or in pages."""
 
     event: int
     asked: int
     free: int
     idle: int
+    takes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +330,8 @@ class _Explaining:
         found = []
         for k in np.flatnonzero(self.events.action == OOM).tolist():
             idle = max(0, int(self.reserved[k + 1]) - int(self.live[k + 1]))
-            found.append(Failure(k, int(self.events.size[k]), int(self.events.address[k]), idle))
+            asked, free = int(self.events.size[k]), int(self.events.address[k])
+            found.append(Failure(k, asked, free, idle, taken_of_device(asked, self.settings)))
         return tuple(found)
 
     # --- what it could be ---

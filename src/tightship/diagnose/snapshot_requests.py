@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tightship.baselines.torch_allocator import CachingAllocator, OutOfMemory
+from tightship.baselines.torch_allocator import CachingAllocator, OutOfMemory, taken_of_device
 from tightship.baselines.torch_allocator_settings import ROUND, Settings, rounded
 from tightship.frontends.memory_snapshot import ACTIONS, INACTIVE, Device, Events
 
@@ -178,7 +178,7 @@ def circumstances_of(device: Device, reserved: I64, settings: Settings) -> Circu
     events = device.events
     common = ~(events.private | within(events.address, device))
     failed = np.flatnonzero((events.action == OOM) & common)
-    capacity = _capacity(events, failed, reserved) if len(failed) else None
+    capacity = _capacity(events, failed, reserved, settings) if len(failed) else None
     gives = np.isin(events.action, (SEGMENT_FREE, UNMAP)) & common
     starts = np.flatnonzero(gives & ~np.append(False, gives[:-1])[: len(gives)])
     ends = np.flatnonzero(gives & ~np.append(gives[1:], False)[: len(gives)])  # of each run
@@ -203,11 +203,12 @@ def circumstances_of(device: Device, reserved: I64, settings: Settings) -> Circu
     )
 
 
-def _capacity(events: Events, failed: I64, reserved: I64) -> int:
+def _capacity(events: Events, failed: I64, reserved: I64, settings: Settings) -> int:
     """Bytes of the device where it was full; where it was not, a limit of the process was, and what it had taken is
     all that is known of it."""
     free = np.maximum(events.address[failed], 0)  # in place of an address
-    seen = reserved[failed] + np.where(free < events.size[failed], free, 0)
+    needs = np.array([taken_of_device(n, settings) for n in events.size[failed].tolist()])
+    seen = reserved[failed] + np.where(free < needs, free, 0)
     return int(max(seen.max(), reserved.max()))
 
 

@@ -128,7 +128,8 @@ class Ways:
             plan = replace(plan, meta=plan.meta | {"streamed": row})
         whole = replay(self.graph, baseline(self.graph))
         said = f"in one piece and in memory {format_bytes(whole.peak)} and {format_seconds(whole.time)}, unplanned"
-        plan = replace(plan, notes=(*plan.notes, *notes, said))
+        meta = plan.meta | {"in_one_piece": {"peak": whole.peak, "time": whole.time}}
+        plan = replace(plan, notes=(*plan.notes, *notes, said), meta=meta)
         return Made(plan, made, whole.peak, whole.time, ", ".join(how))
 
     def _split(self, made: Graph, limit: int, most: int) -> dict[str, Any]:

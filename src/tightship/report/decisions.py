@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -147,7 +147,8 @@ def difference_page(one: Plan, two: Plan, d: Differences, *, title: str = "") ->
         table("Both plans", [("", "text"), ("first", "text"), ("second", "text")], list(_numbers(one, two))),
         table("What the second does differently", [*heads, ("peak", "text"), ("time", "text")], cut(rows, 1)),
     ]
-    if notes := [[note] for note in _notes(one, two, d, 10)]:
+    listed = replace(d, only_one=(), only_two=())  # in tables of their own
+    if notes := [[note] for note in _notes(one, two, listed, 10)]:
         sections.append(table("Notes", [("note", "text")], notes))
     for which, only in (("first", d.only_one), ("second", d.only_two)):
         if only:

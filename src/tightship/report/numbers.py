@@ -62,12 +62,21 @@ def _bytes_of(change: str) -> Callable[[Plan], int]:
 _streamed, _split = _bytes_of("streamed"), _bytes_of("split")
 
 
+def before(plan: Plan) -> tuple[int, float]:
+    """Peak and seconds before planning: of the program in one piece and in memory, where the plan's is another."""
+    row = plan.meta.get("in_one_piece")
+    peak, time = (row.get("peak"), row.get("time")) if isinstance(row, dict) else (None, None)
+    if type(peak) is int and 0 <= peak < 1 << 62 and type(time) is float and 0 <= time < 1e300:
+        return peak, time
+    return plan.peak_before, plan.time_before
+
+
 def _steps_of(kind: str) -> Callable[[Plan], int]:
     return lambda plan: plan.count(kind)
 
 
 NUMBERS: tuple[Number, ...] = (
-    Number("peak_before", lambda p: p.peak_before, "before", "bytes"),
+    Number("peak_before", lambda p: before(p)[0], "before", "bytes"),
     Number("peak_after", lambda p: p.peak, "peak", "bytes"),
     Number("budget", lambda p: p.budget, "budget", "bytes"),
     Number("met", lambda p: p.met),
@@ -81,7 +90,7 @@ NUMBERS: tuple[Number, ...] = (
     Number("host", lambda p: p.host),
     Number("host_budget", lambda p: p.host_budget),
     Number("lossy", lambda p: p.lossy),
-    Number("time_before", lambda p: p.time_before, "time before", "seconds"),
+    Number("time_before", lambda p: before(p)[1], "time before", "seconds"),
     Number("time_after", lambda p: p.time, "time", "seconds"),
     Number("time_bound", lambda p: p.time_bound),
     Number("time_gap", lambda p: p.time_gap),

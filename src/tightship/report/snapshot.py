@@ -100,11 +100,12 @@ def _facts(d: DeviceReport) -> Iterator[tuple[str, str]]:
 def _failure_lines(failures: Sequence[Failure], top: int) -> Iterator[str]:
     for f in failures[-top:]:
         enough = "; without fragmentation it would have fit" if f.asked <= f.free + f.idle else ""
-        if f.asked <= f.free:
+        if f.takes <= f.free:
             enough = (
                 "; the device had enough: a limit of the process (set_per_process_memory_fraction) kept it"
             )
         text = f"out of memory at event {f.event}: {format_bytes(f.asked)} asked for"
+        text += f" (a segment of {format_bytes(f.takes)})" if f.takes > f.asked else ""
         yield (
             f"{text}, {format_bytes(f.free)} free on the device, {format_bytes(f.idle)} idle in what is reserved"
             + enough
@@ -225,7 +226,7 @@ def _page_tables(d: DeviceReport, of: str) -> Iterator[Section]:
         heads = [("line", "text"), ("alone", "bytes"), ("with others", "bytes"), ("tensors", "count")]
         yield table(f"What keeps free bytes from being given back{of}", heads, cut(pins, 1))
     if d.stacks:
-        stacks = [["\n".join(s.frames), s.alone, s.shared, s.bytes, s.count] for s in d.stacks]
+        stacks = [[" ← ".join(s.frames), s.alone, s.shared, s.bytes, s.count] for s in d.stacks]
         heads = [("call stack, innermost first", "text"), ("alone", "bytes"), ("with others", "bytes")]
         yield table(f"Call stacks that strand bytes{of}", [*heads, *number], cut(stacks, 1))
     rows = [[s.name, s.reserved, _saves(s), _how(s)] for s in d.savings]

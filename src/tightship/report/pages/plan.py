@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from tightship.diagnose.alternatives import size_of, slices_of, streamed_as, tensor_of
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners.batch import BatchSize
@@ -361,14 +362,23 @@ def what_if(f: Frontier, base: Plan | None = None) -> Section:
 
 
 def _ways(graph: Graph, plan: Plan, sizes: dict[str, int]) -> dict[str, str]:
-    """What is done with each storage that is not kept all the time, by its name, which it has in changed graphs too;
+    """What is done with each tensor that is not kept all the time, by its name, which it has in changed graphs too;
     notes their ``sizes``."""
     found: dict[str, set[str]] = {}
+    in_parts: set[str] = set()
+    for k, storage in enumerate(graph.storages):
+        if (tensor := tensor_of(graph, k)) and tensor not in found and (parts := streamed_as(graph, k)):
+            found[tensor], sizes[tensor] = {"streamed"}, size_of(graph, parts)
+        elif (split := slices_of(graph, plan, k)) is not None:
+            found[split["name"]], sizes[split["name"]] = {"in slices"}, split["bytes"]
+            in_parts.add(storage.name)
     for step in plan.steps:
         if step.kind in _DOES:
-            for s in (graph.storages[s] for s in step.storages):
-                found.setdefault(s.name, set()).add(_DOES[step.kind])
-                sizes[s.name] = s.size
+            for s in step.storages:
+                name = graph.storages[s].name
+                if name not in in_parts and not tensor_of(graph, s):
+                    found.setdefault(name, set()).add(_DOES[step.kind])
+                    sizes[name] = graph.storages[s].size
     return {name: " and ".join(sorted(words)) for name, words in found.items()}
 
 
