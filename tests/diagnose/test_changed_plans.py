@@ -11,7 +11,10 @@ import tightship
 from tightship.cli import main
 from tightship.diagnose.alternatives import kept_cost, streamed_as, streamed_cost, tensor_of
 from tightship.graph import Storage
+from tightship.planners.frontier import Changed, Frontier
+from tightship.report.pages.plan import what_if
 from tightship.simulate import replay
+from tightship.units import format_bytes
 
 RECORDED = Path(__file__).parents[1] / "data/plans"
 """Plans of a step of `FACTORY` that ``tightship plan`` wrote: as it is, and with slices and streams."""
@@ -94,14 +97,38 @@ def test_slices_are_told_from_the_whole(plans):
     sums = {}
     for storage in graph.storages:
         if storage.name in split["storages"]:
-            name, _ = split["storages"][storage.name]
+            name, whole = split["storages"][storage.name]
             sums[name] = sums.get(name, 0) + storage.size
             answer = planned.why(storage.name)
             rows = {a.way: a for a in answer.alternatives}
             assert rows["split"].verdict == "chosen" and name in rows["split"].reason
+            assert f"{format_bytes(storage.size)} of {format_bytes(whole)}" in rows["split"].reason
             assert rows["whole"].verdict == "over the budget" and rows["whole"].peak > plan.budget
     wholes = dict(split["storages"].values())
     assert sums == {n: pytest.approx(whole, rel=0.05) for n, whole in wholes.items()}, "slices are the whole"
+
+
+def test_numbers_before_planning_are_those_of_the_step_in_one_piece(plans):
+    plain, changed = (tightship.load(plans / f"{name}.json") for name in ("plain", "changed"))
+    one, two = plain.rows(), changed.rows()
+    assert one["peak_before"] <= two["peak_before"] < 1.05 * one["peak_before"]
+    assert (one["streamed"], one["split"]) == (0, 0)
+    assert (two["streamed"], two["split"]) == (6 * 51200 + 4 * 4096, 4 * 204800)
+
+
+def test_the_slider_compares_with_the_plan_of_the_page(plans):
+    """Its own graph, not that of the frontier: numbers of storages differ between them."""
+    plain, changed = (tightship.load(plans / f"{name}.json") for name in ("plain", "changed"))
+    frontier = Frontier(
+        plain.graph, (plain.plan, changed.plan), changed=(Changed(changed.plan, changed.graph, "4"),)
+    )
+    section = what_if(frontier, (changed.graph, changed.plan))
+    other, same = section["plans"]
+    assert same["changed"] == 0 and not same["changes"]
+    ways = {row[0]: row[1:3] for row in other["changes"]}
+    assert ways["0.weight"] == ["streamed", "kept"] and ways["5:addmm"] == ["in slices", "kept"]
+    facts = {name: value for name, value, _ in same["facts"]}
+    assert facts["streamed"] == changed.rows()["streamed"] and facts["in slices"] == changed.rows()["split"]
 
 
 def test_the_differences_of_a_changed_plan(plans, capsys, monkeypatch):

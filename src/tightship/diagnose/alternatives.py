@@ -183,7 +183,7 @@ def slices_of(graph: Graph, plan: Plan, s: int) -> Mapping[str, Any] | None:
     row = split["storages"].get(graph.storages[s].name)
     if not isinstance(row, list) or [type(x) for x in row] != [str, int]:
         return None
-    return {"name": row[0], "bytes": row[1]} | split
+    return split | {"name": row[0], "bytes": row[1]}
 
 
 def split_rows(graph: Graph, plan: Plan, s: int) -> Iterator[Alternative]:

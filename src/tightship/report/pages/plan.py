@@ -62,7 +62,7 @@ def plan_page(
     beside = (s["peak_before"] - unplanned, s["peak_after"] - plan.peak)
     sections = steps_of(before, graph, plan, marks(s["budget"], s["lower_bound"]), beside)
     sections[1:1] = batch_sizes(batches)
-    sections[1:1] = [] if frontier is None else other_budgets(frontier, plan)
+    sections[1:1] = [] if frontier is None else other_budgets(frontier, plan, graph)
     return page_of(title or f"Plan for {graph.name}", about, facts, sections, s)
 
 
@@ -320,25 +320,25 @@ def frontier_page(f: Frontier, *, title: str = "") -> str:
     return page_of(title or f"Time against memory: {f.graph.name}", about, facts, sections, rows)
 
 
-def other_budgets(f: Frontier, plan: Plan) -> list[Section]:
+def other_budgets(f: Frontier, plan: Plan, graph: Graph) -> list[Section]:
     """In the page of a plan: the plans for other budgets beside it, each with its memory."""
     beside = _memory(f) | {"heading": "Memory with the plan that is chosen"}
     beside["panels"] = [p | {"view": f"what if, {p['view']}"} for p in beside["panels"]]
     numbers = point_numbers(f)
     rows = [[n.of(f, p) for n in numbers] for p in f.points]
     listed = table("Plans for other budgets", [(n.heading, n.unit) for n in numbers], rows, fold="as a table")
-    return [what_if(f, plan), beside, listed]
+    return [what_if(f, (graph, plan)), beside, listed]
 
 
 _DOES = {"recompute": "recomputed", "offload": "offloaded", "compress": "compressed"}
 
 
-def what_if(f: Frontier, base: Plan | None = None) -> Section:
-    """A choice of plan: for each its numbers, what it does, and which tensors it treats otherwise than ``base`` (the
-    plan that needs least, if None)."""
-    base = base or f.points[0]
+def what_if(f: Frontier, compared: tuple[Graph, Plan] | None = None) -> Section:
+    """A choice of plan: for each its numbers, what it does, and which tensors it treats otherwise than the one that
+    is ``compared`` (the plan that needs least, if None)."""
+    of, base = compared or (f.graph_of(f.points[0]), f.points[0])
     sizes: dict[str, int] = {}
-    ours = _ways(f.graph_of(base), base, sizes)
+    ours = _ways(of, base, sizes)
     plans = []
     for p in f.points:
         graph, change = f.graph_of(p), f.change_of(p)
