@@ -56,6 +56,8 @@ WAYS = {"keep": (KEEP,), "recompute": (EVICT, PASS, DROP), "offload": (OFFLOAD,)
 """The decisions that stand for each way."""
 _RESTORES = {"recompute": EVICT, "fetch": OFFLOAD, "decompress": COMPRESS}
 _WAY_OF = {code: way for way, codes in WAYS.items() for code in codes}
+_ALIKE = 0.02
+"""By so much of its speed a machine is another one."""
 GROUPS = 200
 """Differences of two plans that are simulated, those of most bytes first."""
 
@@ -99,7 +101,8 @@ class Difference:
 class Differences:
     """What two plans do differently. ``same``: they are of one graph; ``matched``: tensors of the same name in both,
     ``only_one`` and ``only_two``: those of one plan alone, with their bytes. ``moved``: ops of both that run in
-    another order. ``left``: differences that were not simulated."""
+    another order. ``left``: differences that were not simulated. ``machines``: how the machine of the second is
+    another one, in words."""
 
     same: bool
     matched: int
@@ -109,6 +112,7 @@ class Differences:
     moved: int
     exact: bool
     left: int = 0
+    machines: str = ""
 
 
 # --- decisions of a plan ---
@@ -376,8 +380,23 @@ def difference(one: tuple[Graph, Plan], two: tuple[Graph, Plan]) -> Differences:
     rows = [_row(first, group, ways) for (_, *ways), group in ranked[:GROUPS]]
     return Differences(
         one[1].digest == two[1].digest, len(both), tuple(rows), _alone(first, a, b), _alone(second, b, a),
-        _moved(first, second), not rows or first.exact, max(0, len(ranked) - GROUPS),
+        _moved(first, second), not rows or first.exact, max(0, len(ranked) - GROUPS), _machines(one[0], two[0]),
     )  # fmt: skip
+
+
+def _machines(one: Graph, two: Graph) -> str:
+    """How the second's machine is another one: what ops of both take there, and what copies do."""
+    times = {op.name: op.time for op in one.ops}
+    both = [(times[op.name], op.time) for op in two.ops if op.name in times]
+    a, b = (sum(row) for row in zip(*both, strict=True)) if both else (0.0, 0.0)
+    said = [f"ops of both take {b / a:.2f} of the seconds"] if a > 0 and abs(b / a - 1) > _ALIKE else []
+    for kind, word in (("offload", "to"), ("fetch", "from")):
+        old, new = getattr(one.machine, kind), getattr(two.machine, kind)
+        if abs(new / old - 1) > _ALIKE:
+            said.append(
+                f"copies {word} the host {format_bytes(int(new))}/s instead of {format_bytes(int(old))}/s"
+            )
+    return ", ".join(said)
 
 
 def _row(first: _Decided, group: _Group, ways: Sequence[str]) -> Difference:

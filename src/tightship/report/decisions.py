@@ -121,6 +121,8 @@ def _cost(row: Difference) -> tuple[str, str]:
 
 
 def _notes(one: Plan, two: Plan, d: Differences, top: int) -> Iterator[str]:
+    if d.machines:
+        yield f"another machine in the second: {d.machines}"
     for which, plan in (("first", one), ("second", two)):
         yield from (f"{which}: {note}" for note in plan.notes)
     if d.moved:
