@@ -182,7 +182,13 @@ def as_the_profilers(snapshot):
     return {"device_traces": snapshot["device_traces"]}
 
 
-@pytest.mark.parametrize("old", [as_torch_1_13, as_torch_2_0, as_torch_2_1, as_the_profilers])
+def as_xpu(snapshot):
+    """What ``torch.xpu`` writes: settings of its own, no annotations."""
+    del snapshot["external_annotations"]
+    return snapshot | {"allocator_settings": {"PYTORCH_ALLOC_CONF": "", "expandable_segments": False}}
+
+
+@pytest.mark.parametrize("old", [as_torch_1_13, as_torch_2_0, as_torch_2_1, as_the_profilers, as_xpu])
 def test_what_earlier_versions_wrote_is_read_as_far_as_it_says_something(tmp_path, old):
     now = read_snapshot(write(tmp_path, small_snapshot()))
     then = read_snapshot(write(tmp_path, old(small_snapshot())))
