@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import tightship
+from support.pages import in_page
 from tightship.cli import main
 from tightship.diagnose.alternatives import kept_cost, streamed_as, streamed_cost, tensor_of
 from tightship.graph import Storage
 from tightship.planners.frontier import Changed, Frontier
-from tightship.report.pages.plan import what_if
+from tightship.report.pages.plan import plan_page, what_if
 from tightship.simulate import replay
 from tightship.units import format_bytes
 
@@ -114,6 +115,15 @@ def test_numbers_before_planning_are_those_of_the_step_in_one_piece(plans):
     assert one["peak_before"] <= two["peak_before"] < 1.05 * one["peak_before"]
     assert (one["streamed"], one["split"]) == (0, 0)
     assert (two["streamed"], two["split"]) == (6 * 51200 + 4 * 4096, 4 * 204800)
+
+
+def test_a_page_draws_what_runs_and_says_what_was_before(plans):
+    changed = tightship.load(plans / "changed.json")
+    data = in_page(plan_page(changed.graph, changed.plan))
+    drawn = next(s for s in data["sections"] if s["kind"] == "memory")["panels"][0]
+    assert drawn["caption"] == "with slices and streams, not planned"
+    assert max(map(sum, zip(*drawn["columns"], strict=True))) == changed.plan.peak_before
+    assert data["summary"]["peak_before"] == changed.rows()["peak_before"] > changed.plan.peak_before
 
 
 def test_the_slider_compares_with_the_plan_of_the_page(plans):

@@ -59,8 +59,13 @@ def plan_page(
     about += "" if s["met"] else "; the budget is NOT met"
     before = before or graph
     unplanned = replay(before, baseline(before)).peak
-    beside = (s["peak_before"] - unplanned, s["peak_after"] - plan.peak)
+    changed = (
+        plan.meta.get("in_one_piece") is not None
+    )  # drawn is what runs: the numbers are of the step as it was
+    beside = (0 if changed else s["peak_before"] - unplanned, s["peak_after"] - plan.peak)
     sections = steps_of(before, graph, plan, marks(s["budget"], s["lower_bound"]), beside)
+    if changed:
+        sections[0]["panels"][0]["caption"] = "with slices and streams, not planned"
     sections[1:1] = batch_sizes(batches)
     sections[1:1] = [] if frontier is None else other_budgets(frontier, plan, graph)
     return page_of(title or f"Plan for {graph.name}", about, facts, sections, s)
