@@ -18,6 +18,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import date
 from itertools import islice
 from pathlib import Path
 
@@ -255,7 +256,7 @@ def main() -> None:
     mean = f"On average −{100 * sum(reduced) / len(reduced):.1f} %; published for STWeaver: −79.2 %."
     print(mean)
     if chosen.write:
-        text = f"{chosen.steps} steps of each model, on {DEVICE}.\n\n" + table(
+        text = f"{chosen.steps} steps of each model, on {DEVICE}, {date.today():%-d %B %Y}.\n\n" + table(
             HEAD, ("---", *["---:"] * (len(HEAD) - 1)), rows
         )
         put(
