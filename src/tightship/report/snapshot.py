@@ -168,7 +168,8 @@ def _savings(d: DeviceReport) -> Iterator[RenderableType]:
 def _how(s: Saving) -> str:
     if s.failed is None:
         return s.how
-    return f"{s.how}: {f'{s.failed} requests find no memory' if s.failed else 'every request fits'}"
+    many = f"{s.failed} request{'s' * (s.failed != 1)} find{'s' * (s.failed == 1)} no memory"
+    return f"{s.how}: {many if s.failed else 'every request fits'}"
 
 
 def _saves(s: Saving) -> str:
