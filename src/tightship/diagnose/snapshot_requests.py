@@ -153,6 +153,9 @@ def within(address: I64, device: Device) -> Bools:
 
 # --- trials ---
 
+MOST_EMPTIED = 100_000_000
+"""Events times how often the cache was emptied among them; with more it is never emptied in a trial."""
+
 
 @dataclass(frozen=True)
 class Circumstances:
@@ -193,8 +196,9 @@ def circumstances_of(device: Device, reserved: I64, settings: Settings) -> Circu
         collected = (after == SEGMENT_ALLOC) & (before > kept) & ~by_itself
         limit = math.ceil(kept / share) if collected.any() else None
         by_itself |= collected
+    emptied = tuple(ends[~by_itself].tolist())
     return Circumstances(
-        tuple(ends[~by_itself].tolist()),
+        emptied if len(emptied) * len(events) <= MOST_EMPTIED else (),
         tuple(
             zip(failed.tolist(), events.size[failed].tolist(), events.stream[failed].tolist(), strict=True)
         ),
