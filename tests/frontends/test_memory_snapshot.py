@@ -236,7 +236,7 @@ HOSTILE = {
         [{"action": "alloc", "addr": k * 512, "size": 1 << 39} for k in range(5000)]]}),
     "a cache that is emptied again and again": pickle.dumps({"device_traces": [[
         {"action": action, "addr": k << 20, "size": 512 << 10}
-        for k in range(12_000) for action in ("alloc", "free_completed", "segment_free")[:: 1 + k % 2]]]}),
+        for k in range(4_000) for action in ("alloc", "free_completed", "segment_free")[:: 1 + k % 2]]]}),
     "settings of other kinds": pickle.dumps({"segments": [segment()], "allocator_settings": {
         "max_split_size": "x", "roundup_power2_divisions": {"1": -3, "4": 7, "8": "x"}, "expandable_segments": 3,
         "garbage_collection_threshold": float("nan"), "PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:9,[["}}),
