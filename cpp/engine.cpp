@@ -326,8 +326,8 @@ void Engine::run_from(i32 position) {
     ending_ = true;
     for (i64 s = 0; s < x_.p.storages; ++s)
         if (x_.p.kept[s]) copies_.stay(static_cast<i32>(s));
-    for (i64 s = 0; s < x_.p.storages && s_.cost.valid; ++s)
-        if (x_.p.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
+    for (const i32 s : x_.p.ending)
+        if (s_.cost.valid && x_.p.kept[s] && !s_.resident[s]) s_.cost.valid = restore(s);
     ending_ = false;
     release();
     if (extended_ && s_.cost.valid)

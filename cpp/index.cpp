@@ -101,8 +101,8 @@ void Index::find_gaps() {
             // Before its last write it cannot be made again, nor is it known what packs; a copy has what was
             // there.
             if (j < written) here &= 1 << kKeep | 1 << kOffload;
-            // Results made again at the end would gain nothing; a copy of them may come back there.
-            if (to == p.ops) here &= 1 << kKeep | 1 << kPack | 1 << kOffload;
+            // Results made again at the end gain little; a copy of them may come back there.
+            if (to == p.ops && !p.until_written) here &= 1 << kKeep | 1 << kPack | 1 << kOffload;
             if (to - from < 2 || here == 1 << kKeep || here == 0) continue;
             gap_of[touches.start[s] + j] = static_cast<i32>(gaps.size());
             gaps.push_back({static_cast<i32>(s), from, to});

@@ -43,6 +43,7 @@ struct Program {
     std::vector<std::uint8_t> must;  // by storage: those allowed across the boundary, 0: as `may`
     i32 boundary = 0;                // a position
     Rows overwrites;                 // by op: storage read, storage defined, and so on in pairs
+    std::vector<i32> ending;         // storages as results are restored at the end
     bool until_written = false;      // recipes run as long as what they read is not written over, too
 };
 
