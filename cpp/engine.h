@@ -61,7 +61,7 @@ class Engine {
     // begun).
     struct Restoring {
         i32 storage;
-        const i32* writer;
+        const i32 *writer, *end;
         i64 read;
         bool ok;
     };
@@ -113,8 +113,10 @@ class Engine {
     void pass_over(i32 position);
     void depart_all(i32 position);
     void depart(i32 storage, i32 position);
-    bool restore(i32 storage);
-    Way begin_restore(i32 storage);
+    bool restore(i32 storage, i32 version);
+    Way begin_restore(i32 storage, i32 version);
+    bool passing(i32 storage) const;
+    bool gone(i32 storage, i32 version, i32 readers);
     Way go_on(Way last);
     bool restore_reads();
     bool begin_replay(Restoring& r);

@@ -44,7 +44,7 @@ struct Program {
     i32 boundary = 0;                // a position
     Rows overwrites;                 // by op: storage read, storage defined, and so on in pairs
     std::vector<i32> ending;         // storages as results are restored at the end
-    bool until_written = false;      // recipes run as long as what they read is not written over, too
+    bool until_written = false;      // recipes run when what they read has been written over, too
 };
 
 enum Decision : std::uint8_t { kKeep, kEvict, kPass, kDrop, kPack, kOffload, kDecisions };
@@ -72,6 +72,11 @@ struct Index {
     // By storage: the last position at which it can be made again, as what its recipe reads is written over
     // there; `ops` where it is replayable, -1 where it never can be.
     std::vector<i32> until;
+    // By storage: earlier versions of it can be made, too, by the first of its writers. Parallel to touches.item: the
+    // version that is seen there.
+    std::vector<std::uint8_t> versioned;
+    std::vector<i32> seen;
+    std::vector<std::uint8_t> settled;  // by storage: can be recomputed, all that its recipe reads being final
     std::vector<i32> movable;   // positions of ops that may run later, ascending
     std::vector<i32> by_end;    // gaps that may be offloaded, the last to end first; empty: nothing may be
     std::vector<double> start;  // by position: when it begins if nothing is recomputed
@@ -83,6 +88,8 @@ struct Index {
 
   private:
     void find_touches();
+    bool writes_alone(i64 s) const;
+    bool sees_final(i64 s) const;
     i32 replays_until(i64 s, const std::vector<i32>& at) const;
     void find_gaps();
     void find_offloads();

@@ -51,7 +51,7 @@ _PARTS, _HALVES, _HALVINGS = 12, 3, 6
 """Numbers that are tried from above, between the first that is proved and the one before it, and between what is
 known and the most that moments before last runs may prove."""
 _EDGES, _EARLIER, _LARGE = 30_000_000, 4_000_000, 5_000
-"""Edges of all cuts together, at most, of those for moments before last runs, and ops of graphs that are looked at."""
+"""Edges of all cuts together, at most, those for moments before last runs, and ops of graphs that are looked at."""
 _CHAINS, _SMALL = 60, 0.3
 """Moments before an op that are looked at, at most, and the part of the largest storage from which on storages count
 there."""

@@ -203,10 +203,28 @@ def test_what_was_made_of_something_written_over_later_may_be_made_again_until_t
     steps = problem.deeper(problem.order).steps(bits)
     assert replay(graph, steps).peak == found.peak < replay(graph, baseline(graph)).peak - 400
     check(graph, run.decision_plan(graph, steps, replay(graph, steps), "test"))
-    # Once it is written over, the recipe would see something else.
-    read_late = graph.with_ops((*graph.ops, replace(graph.ops[2], name="again", outputs=())))
-    late = EvictionProblem(read_late, tuple(range(len(read_late.ops))), deep=True)
-    assert all(to < len(graph.ops) for s, _, to in late.gaps.tolist() if s == wide)
+
+
+def test_what_was_written_over_is_made_again_in_the_version_that_is_read() -> None:
+    graph = accumulated()
+    graph = graph.with_ops((*graph.ops, replace(graph.ops[2], name="again", outputs=())))
+    order = tuple(range(len(graph.ops)))
+    problem = EvictionProblem(graph, order, deep=True)
+    bits = problem.nothing()
+    for g, (s, _, to) in enumerate(problem.gaps.tolist()):
+        if graph.storages[s].name == "wide" and to == len(order) - 1:
+            bits[g] = DROP
+    assert bits.any()
+    found = problem.cost(bits, HUGE)
+    steps = problem.steps(bits)
+    assert found.valid and (found.peak, found.extra) == (
+        replay(graph, steps).peak,
+        replay(graph, steps).time - len(order),
+    )
+    check(graph, run.decision_plan(graph, steps, replay(graph, steps), "test"))
+    # The sum went, its first version was made of nothing but the input, and what was added had to be made again.
+    again = [graph.ops[k].name for k in problem.again(bits)]
+    assert again[:2] == ["g", "wide"] and again.count("add") == 1
 
 
 def test_what_takes_most_to_make_again_is_made_first() -> None:
