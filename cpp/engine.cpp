@@ -44,7 +44,7 @@ bool Engine::beyond_cutoff() const {
 
 // Whether a storage restored only for a recomputation is to go again.
 bool Engine::passes(i32 s) const {
-    if (!x_.replayable[s] || !s_.resident[s]) return false;
+    if (!x_.replayable[s] || !s_.resident[s] || (ending_ && x_.p.kept[s])) return false;
     if (!has_touch(s)) return true;
     const i64 next = x_.touches.start[s] + s_.touch[s];
     if (s_.touch[s] == 0 || x_.gap_of[next - 1] < 0) return false;
@@ -64,6 +64,7 @@ bool Engine::passing(i32 s) const {
 bool Engine::gone(i32 s, i32 version, i32 readers) {
     if (!s_.resident[s]) return true;
     if (!x_.versioned[s] || s_.version[s] == version || s_.pin[s] > readers) return false;
+    if (closing_ && x_.p.kept[s]) return false;
     copies_.leave(s);
     return true;
 }
@@ -352,8 +353,13 @@ void Engine::run_from(i32 position) {
     ending_ = true;
     for (i64 s = 0; s < x_.p.storages; ++s)
         if (x_.p.kept[s]) copies_.stay(static_cast<i32>(s));
-    for (const i32 s : x_.p.ending)
-        if (s_.cost.valid && x_.p.kept[s] && !s_.resident[s]) s_.cost.valid = restore(s, static_cast<i32>(x_.writers.size(s)));
+    for (const bool versioned : {false, true}) {  // of these, the others may want earlier versions
+        closing_ = versioned;
+        for (const i32 s : x_.p.ending)
+            if (s_.cost.valid && x_.p.kept[s] && x_.versioned[s] == versioned && !s_.resident[s])
+                s_.cost.valid = restore(s, static_cast<i32>(x_.writers.size(s)));
+    }
+    closing_ = false;
     ending_ = false;
     release();
     if (extended_ && s_.cost.valid)

@@ -83,6 +83,7 @@ class Engine {
     bool extended_ = false;     // lives are extended to until_
     bool scouting_ = false;     // first pass: nothing of that kind is freed, until_ is filled in
     bool ending_ = false;       // past the last op: restoring what must be there at the end
+    bool closing_ = false;      // and of what is there by then every result stays
     std::vector<i32> until_;    // by storage: position up to which it stays, -1: its last touch
     std::vector<std::vector<i32>> leaving_;  // by position: storages whose extended life ends there
 
