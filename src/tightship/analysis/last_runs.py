@@ -263,7 +263,9 @@ class _LastRuns:
         stored, relaxed, free = self.stored, self.relaxed, self.stored.touched[k] | needed
         value = int(relaxed.own[k]) + self.bytes(needed - stored.touched[k])
         taken = relaxed.pairs.get(k, ())
-        left = [p for p in taken if int(stored.first[p[0]]) not in needed]  # what is needed is not written over
+        left = [
+            p for p in taken if int(stored.first[p[0]]) not in needed
+        ]  # what is needed is not written over
         if len(left) < len(taken):
             value += self._reused(taken) - self._reused(left)
         if value > level:
