@@ -101,7 +101,8 @@ void Engine::take_places(i32 op, i32 at, i32 wanted) {
         if (x_.p.kept[b] || !s_.resident[a] || taken(a, 0) || taken(b, 1)) continue;
         if (at >= 0) {
             if (!departs(a, at)) continue;
-        } else if (b != wanted || s_.resident[b] || s_.pin[a] != 1 || (!passing(a) && (!passes(a) || held(a)))) {
+        } else if (b != wanted || s_.resident[b] || s_.pin[a] != 1 ||
+                   (!passing(a) && (!passes(a) || held(a)))) {
             continue;
         }
         reused_.push_back(a);
@@ -197,8 +198,8 @@ void Engine::end_replay(const Restoring& r) {
     }
 }
 
-// Restore a version of a storage where nothing has to be restored first; else its recipe is to run, and stands
-// in `restoring_`.
+// Restore a version of a storage where nothing has to be restored first; else its recipe is to run, and
+// stands in `restoring_`.
 Engine::Way Engine::begin_restore(i32 s, i32 version) {
     if ((s_.packed[s] || s_.host[s]) && s_.version[s] != version) return Way::lost;
     if (s_.packed[s]) return copies_.unpack(s), Way::there;

@@ -76,8 +76,9 @@ bool Index::writes_alone(i64 s) const {
     return true;
 }
 
-// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents, or ones that
-// can be made, or, up to the position (`at`, by op) at which those it sees are written over, what is there so far.
+// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents, or ones
+// that can be made, or, up to the position (`at`, by op) at which those it sees are written over, what is
+// there so far.
 i32 Index::replays_until(i64 s, const std::vector<i32>& at) const {
     if (!writes_alone(s)) return -1;
     i32 last = static_cast<i32>(p.ops);
@@ -107,7 +108,8 @@ void Index::find_gaps() {
     until.resize(p.storages);
     versioned.resize(p.storages);
     settled.resize(p.storages);
-    for (i64 s = 0; s < p.storages; ++s) versioned[s] = p.until_written && writers.size(s) > 1 && writes_alone(s);
+    for (i64 s = 0; s < p.storages; ++s)
+        versioned[s] = p.until_written && writers.size(s) > 1 && writes_alone(s);
     std::vector<i32> at(p.ops);
     for (i32 k = 0; k < p.ops; ++k) at[p.order[k]] = k;
     for (i64 s = 0; s < p.storages; ++s) {

@@ -72,8 +72,8 @@ struct Index {
     // By storage: the last position at which it can be made again, as what its recipe reads is written over
     // there; `ops` where it is replayable, -1 where it never can be.
     std::vector<i32> until;
-    // By storage: it can be recomputed, all that its recipe reads being final; and earlier versions of it can be
-    // made, too, by the first of its writers.
+    // By storage: it can be recomputed, all that its recipe reads being final; and earlier versions of it can
+    // be made, too, by the first of its writers.
     std::vector<std::uint8_t> settled, versioned;
     std::vector<i32> seen;      // parallel to touches.item: the version that is seen there
     std::vector<i32> movable;   // positions of ops that may run later, ascending
