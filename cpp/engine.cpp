@@ -44,12 +44,29 @@ bool Engine::beyond_cutoff() const {
 
 // Whether a storage restored only for a recomputation is to go again.
 bool Engine::passes(i32 s) const {
-    if (!x_.replayable[s] || !s_.resident[s]) return false;
+    if (!x_.replayable[s] || !s_.resident[s] || (ending_ && x_.p.kept[s])) return false;
     if (!has_touch(s)) return true;
     const i64 next = x_.touches.start[s] + s_.touch[s];
     if (s_.touch[s] == 0 || x_.gap_of[next - 1] < 0) return false;
     const std::uint8_t to = s_.decisions[x_.gap_of[next - 1]];
     return to == kDrop || (to == kPass && x_.touches.item[next] > s_.position + horizon_);
+}
+
+// Whether a storage is there in a version that its next touch does not want.
+bool Engine::passing(i32 s) const {
+    if (!x_.versioned[s]) return false;
+    const i64 next = x_.touches.start[s] + s_.touch[s];
+    return s_.version[s] != (has_touch(s) ? x_.seen[next] : static_cast<i32>(x_.writers.size(s)));
+}
+
+// Whether a storage is not there, or had to go as another version of it is wanted, and nobody else needs it
+// (`readers` pinned it).
+bool Engine::gone(i32 s, i32 version, i32 readers) {
+    if (!s_.resident[s]) return true;
+    if (!x_.versioned[s] || s_.version[s] == version || s_.pin[s] > readers) return false;
+    if (closing_ && x_.p.kept[s]) return false;
+    copies_.leave(s);
+    return true;
 }
 
 // Whether a storage restored after its last touch, which several recomputations may read, is kept for them
@@ -84,7 +101,8 @@ void Engine::take_places(i32 op, i32 at, i32 wanted) {
         if (x_.p.kept[b] || !s_.resident[a] || taken(a, 0) || taken(b, 1)) continue;
         if (at >= 0) {
             if (!departs(a, at)) continue;
-        } else if (b != wanted || s_.resident[b] || s_.pin[a] != 1 || !passes(a) || held(a)) {
+        } else if (b != wanted || s_.resident[b] || s_.pin[a] != 1 ||
+                   (!passing(a) && (!passes(a) || held(a)))) {
             continue;
         }
         reused_.push_back(a);
@@ -172,15 +190,18 @@ void Engine::end_replay(const Restoring& r) {
     const i32 op = *r.writer;
     if (r.ok) recompute(op, r.storage);
     for (auto t = x_.p.reads.begin(op); t != x_.p.reads.end(op); ++t) {
-        if (skips(op, r.storage, *t) || --s_.pin[*t] > 0 || !r.ok || !passes(*t)) continue;
-        if (held(*t)) held_.push_back(*t);
+        if (skips(op, r.storage, *t) || --s_.pin[*t] > 0 || !r.ok || !s_.resident[*t]) continue;
+        if (passing(*t)) copies_.leave(*t);
+        else if (!passes(*t)) continue;
+        else if (held(*t)) held_.push_back(*t);
         else copies_.leave(*t);
     }
 }
 
-// Restore a storage where nothing has to be restored first; else its recipe is to run, and stands in
-// `restoring_`.
-Engine::Way Engine::begin_restore(i32 s) {
+// Restore a version of a storage where nothing has to be restored first; else its recipe is to run, and
+// stands in `restoring_`.
+Engine::Way Engine::begin_restore(i32 s, i32 version) {
+    if ((s_.packed[s] || s_.host[s]) && s_.version[s] != version) return Way::lost;
     if (s_.packed[s]) return copies_.unpack(s), Way::there;
     if (s_.host[s]) return copies_.fetch(s), Way::there;
     if (!x_.replayable[s] && (s_.position > x_.until[s] || !has_touch(s))) {
@@ -188,7 +209,9 @@ Engine::Way Engine::begin_restore(i32 s) {
         return Way::lost;
     }
     ++s_.pin[s];
-    restoring_.push_back({s, x_.writers.begin(s), -1, true});
+    const i32* writers = x_.writers.begin(s);
+    const i64 count = x_.versioned[s] ? version : x_.writers.size(s);
+    restoring_.push_back({s, writers, writers + count, -1, true});
     return Way::recipe;
 }
 
@@ -203,7 +226,8 @@ bool Engine::restore_reads() {
             ++r.read;
             continue;
         }
-        const Way way = s_.resident[t] ? Way::there : begin_restore(t);
+        const i32 version = x_.p.needs.begin(op)[r.read];
+        const Way way = gone(t, version, 1) ? begin_restore(t, version) : Way::there;
         if (way == Way::recipe) return false;
         arrive(r, way == Way::there);
     }
@@ -215,7 +239,7 @@ bool Engine::restore_reads() {
 Engine::Way Engine::go_on(Way last) {
     Restoring& r = restoring_.back();
     if (last != Way::recipe) arrive(r, last == Way::there);
-    while (r.ok && r.writer != x_.writers.end(r.storage)) {
+    while (r.ok && r.writer != r.end) {
         if (r.read < 0 && !begin_replay(r)) break;
         if (!restore_reads()) return Way::recipe;
         end_replay(r);
@@ -230,8 +254,8 @@ Engine::Way Engine::go_on(Way last) {
 
 // What a recipe reads may have recipes of its own, to any depth: those under way stand in `restoring_`, the
 // innermost last.
-bool Engine::restore(i32 s) {
-    Way way = begin_restore(s);
+bool Engine::restore(i32 s, i32 version) {
+    Way way = begin_restore(s, version);
     while (!restoring_.empty()) way = go_on(way);
     return way == Way::there;
 }
@@ -248,8 +272,12 @@ void Engine::compute(i32 at) {
     const i32 *rb = x_.p.reads.begin(o), *re = x_.p.reads.end(o);
     if (copies_.any()) copies_.begin(rb, re, at);
     for (auto s = rb; s != re; ++s) ++s_.pin[*s];
-    for (auto s = rb; s != re && s_.cost.valid; ++s)
-        if (!s_.resident[*s]) s_.cost.valid = restore(*s);
+    const i32* version = x_.p.needs.begin(o);
+    for (auto s = rb; s != re && s_.cost.valid; ++s, ++version)
+        if (gone(*s, *version, 1)) s_.cost.valid = restore(*s, *version);
+    version = x_.p.needs.begin(o);
+    for (auto s = rb; s != re && s_.cost.valid; ++s, ++version)
+        s_.cost.valid = !x_.versioned[*s] || s_.version[*s] == *version;
     for (auto s = rb; s != re; ++s) --s_.pin[*s];
     release();
     if (!s_.cost.valid) return;
@@ -326,8 +354,13 @@ void Engine::run_from(i32 position) {
     ending_ = true;
     for (i64 s = 0; s < x_.p.storages; ++s)
         if (x_.p.kept[s]) copies_.stay(static_cast<i32>(s));
-    for (i64 s = 0; s < x_.p.storages && s_.cost.valid; ++s)
-        if (x_.p.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
+    for (const bool versioned : {false, true}) {  // of these, the others may want earlier versions
+        closing_ = versioned;
+        for (const i32 s : x_.p.ending)
+            if (s_.cost.valid && x_.p.kept[s] && x_.versioned[s] == versioned && !s_.resident[s])
+                s_.cost.valid = restore(s, static_cast<i32>(x_.writers.size(s)));
+    }
+    closing_ = false;
     ending_ = false;
     release();
     if (extended_ && s_.cost.valid)

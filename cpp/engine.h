@@ -12,6 +12,9 @@
 // nothing under way needs it. After its last touch, what several ops read stays for all recomputations before
 // one op, and with kDrop in its last gap for one of them. What cannot be made again and is read by a recipe
 // stays until the last recomputation that reads it: a first pass finds out until when, a second one counts.
+// With `until_written`, what a recipe reads in a version that is written over is made by the first of its
+// writers, where it is not there or nobody else needs it there, and leaves when it was read; and results may
+// be evicted until the end, where they are restored in the order of `ending`.
 //
 // In-place reuse is no decision: where an op may write a result over an input whose stay ends with that very
 // run, it does, and the bytes count once.
@@ -61,7 +64,7 @@ class Engine {
     // begun).
     struct Restoring {
         i32 storage;
-        const i32* writer;
+        const i32 *writer, *end;
         i64 read;
         bool ok;
     };
@@ -83,6 +86,7 @@ class Engine {
     bool extended_ = false;     // lives are extended to until_
     bool scouting_ = false;     // first pass: nothing of that kind is freed, until_ is filled in
     bool ending_ = false;       // past the last op: restoring what must be there at the end
+    bool closing_ = false;      // and of what is there by then every result stays
     std::vector<i32> until_;    // by storage: position up to which it stays, -1: its last touch
     std::vector<std::vector<i32>> leaving_;  // by position: storages whose extended life ends there
 
@@ -113,8 +117,10 @@ class Engine {
     void pass_over(i32 position);
     void depart_all(i32 position);
     void depart(i32 storage, i32 position);
-    bool restore(i32 storage);
-    Way begin_restore(i32 storage);
+    bool restore(i32 storage, i32 version);
+    Way begin_restore(i32 storage, i32 version);
+    bool passing(i32 storage) const;
+    bool gone(i32 storage, i32 version, i32 readers);
     Way go_on(Way last);
     bool restore_reads();
     bool begin_replay(Restoring& r);

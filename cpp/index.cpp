@@ -26,14 +26,16 @@ Index::Index(Program program) : p(std::move(program)) {
 }
 
 void Index::find_touches() {
-    std::vector<std::vector<i32>> touched(p.storages), written(p.storages);
+    std::vector<std::vector<i32>> touched(p.storages), written(p.storages), versions(p.storages);
     last_write.assign(p.storages, -1);
     shared.assign(p.storages, 0);
     std::vector<i32> reader(p.storages, -1);
     for (i32 at = 0; at < p.ops; ++at) {
         const i32 o = p.order[at];
         auto touch = [&](i32 s) {
-            if (touched[s].empty() || touched[s].back() != at) touched[s].push_back(at);
+            if (!touched[s].empty() && touched[s].back() == at) return;
+            touched[s].push_back(at);
+            versions[s].push_back(static_cast<i32>(written[s].size()));
         };
         for (const i32 s : p.reads[o]) {
             touch(s);
@@ -52,41 +54,68 @@ void Index::find_touches() {
         base_time += p.time[o];
     }
     for (i64 s = 0; s < p.storages; ++s) {
-        if (p.kept[s]) touched[s].push_back(static_cast<i32>(p.ops));
+        if (p.kept[s]) {
+            touched[s].push_back(static_cast<i32>(p.ops));
+            versions[s].push_back(static_cast<i32>(written[s].size()));
+        }
         if (p.owned[s]) static_bytes += p.size[s];
     }
     touches = as_rows(touched);
+    seen = as_rows(versions).item;
     writers = as_rows(written);
 }
 
-// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents, or, up
-// to the position (`at`, by op) at which those it sees are written over, what is there so far.
+// Whether the ops that write a storage are pure and write nothing else.
+bool Index::writes_alone(i64 s) const {
+    if (p.owned[s] || writers.size(s) == 0) return false;
+    for (const i32 w : writers[s]) {
+        if (!p.pure[w]) return false;
+        for (const i32 m : p.mutates[w])
+            if (m != s && !p.updates.has(w, m)) return false;
+    }
+    return true;
+}
+
+// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents, or ones
+// that can be made, or, up to the position (`at`, by op) at which those it sees are written over, what is
+// there so far.
 i32 Index::replays_until(i64 s, const std::vector<i32>& at) const {
-    if (p.owned[s] || writers.size(s) == 0) return -1;
+    if (!writes_alone(s)) return -1;
     i32 last = static_cast<i32>(p.ops);
     for (const i32 w : writers[s]) {
-        if (!p.pure[w]) return -1;
-        for (const i32 m : p.mutates[w])
-            if (m != s && !p.updates.has(w, m)) return -1;
         for (i64 j = 0; j < p.reads.size(w); ++j) {
             const i32 t = p.reads.begin(w)[j], need = p.needs.begin(w)[j];
             if (t == s || p.owned[t] || p.updates.has(w, t) || need == writers.size(t)) continue;
             if (!p.until_written || need > writers.size(t)) return -1;
-            last = std::min(last, at[writers.begin(t)[need]]);
+            if (!versioned[t]) last = std::min(last, at[writers.begin(t)[need]]);
         }
     }
     return last;
+}
+
+bool Index::sees_final(i64 s) const {
+    for (const i32 w : writers[s])
+        for (i64 j = 0; j < p.reads.size(w); ++j) {
+            const i32 t = p.reads.begin(w)[j];
+            if (t != s && versioned[t] && p.needs.begin(w)[j] < writers.size(t)) return false;
+        }
+    return true;
 }
 
 void Index::find_gaps() {
     gap_of.assign(touches.item.size(), -1);
     replayable.resize(p.storages);
     until.resize(p.storages);
+    versioned.resize(p.storages);
+    settled.resize(p.storages);
+    for (i64 s = 0; s < p.storages; ++s)
+        versioned[s] = p.until_written && writers.size(s) > 1 && writes_alone(s);
     std::vector<i32> at(p.ops);
     for (i32 k = 0; k < p.ops; ++k) at[p.order[k]] = k;
     for (i64 s = 0; s < p.storages; ++s) {
         until[s] = replays_until(s, at);
         replayable[s] = until[s] == p.ops;
+        settled[s] = replayable[s] && sees_final(s);
         if (p.size[s] == 0 || p.owned[s]) continue;
         auto possible = [&](std::uint8_t may, i32 to) -> std::uint8_t {
             if (to > until[s]) may &= ~(1 << kEvict | 1 << kPass | 1 << kDrop);
@@ -101,8 +130,8 @@ void Index::find_gaps() {
             // Before its last write it cannot be made again, nor is it known what packs; a copy has what was
             // there.
             if (j < written) here &= 1 << kKeep | 1 << kOffload;
-            // Results made again at the end would gain nothing; a copy of them may come back there.
-            if (to == p.ops) here &= 1 << kKeep | 1 << kPack | 1 << kOffload;
+            // Results made again at the end gain little; a copy of them may come back there.
+            if (to == p.ops && !p.until_written) here &= 1 << kKeep | 1 << kPack | 1 << kOffload;
             if (to - from < 2 || here == 1 << kKeep || here == 0) continue;
             gap_of[touches.start[s] + j] = static_cast<i32>(gaps.size());
             gaps.push_back({static_cast<i32>(s), from, to});
@@ -131,7 +160,7 @@ void Index::find_movable() {
         const i32 o = p.order[at];
         bool may = p.pure[o] && !p.fixed[o] && p.mutates.size(o) == 0, read = false;
         for (const i32 d : p.defines[o]) {
-            may = may && replayable[d] && writers.size(d) == 1;
+            may = may && settled[d] && writers.size(d) == 1;
             read = read || touches.size(d) > 1;
         }
         if (may && read) movable.push_back(at);

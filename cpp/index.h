@@ -43,7 +43,8 @@ struct Program {
     std::vector<std::uint8_t> must;  // by storage: those allowed across the boundary, 0: as `may`
     i32 boundary = 0;                // a position
     Rows overwrites;                 // by op: storage read, storage defined, and so on in pairs
-    bool until_written = false;      // recipes run as long as what they read is not written over, too
+    std::vector<i32> ending;         // storages as results are restored at the end
+    bool until_written = false;      // recipes run when what they read has been written over, too
 };
 
 enum Decision : std::uint8_t { kKeep, kEvict, kPass, kDrop, kPack, kOffload, kDecisions };
@@ -71,6 +72,10 @@ struct Index {
     // By storage: the last position at which it can be made again, as what its recipe reads is written over
     // there; `ops` where it is replayable, -1 where it never can be.
     std::vector<i32> until;
+    // By storage: it can be recomputed, all that its recipe reads being final; and earlier versions of it can
+    // be made, too, by the first of its writers.
+    std::vector<std::uint8_t> settled, versioned;
+    std::vector<i32> seen;      // parallel to touches.item: the version that is seen there
     std::vector<i32> movable;   // positions of ops that may run later, ascending
     std::vector<i32> by_end;    // gaps that may be offloaded, the last to end first; empty: nothing may be
     std::vector<double> start;  // by position: when it begins if nothing is recomputed
@@ -82,6 +87,8 @@ struct Index {
 
   private:
     void find_touches();
+    bool writes_alone(i64 s) const;
+    bool sees_final(i64 s) const;
     i32 replays_until(i64 s, const std::vector<i32>& at) const;
     void find_gaps();
     void find_offloads();

@@ -133,6 +133,7 @@ class Engine:
         must: U8,
         boundary: int,
         overwrites: tuple[I64, I32],
+        ending: I32,
         until_written: bool = False,
     ) -> None: ...
     @property

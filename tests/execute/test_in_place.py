@@ -345,3 +345,65 @@ def test_somebody_who_holds_an_input_is_noticed():
     with pytest.warns(UserWarning, match="held"):
         executor.run(Binding(program, model, optimizer).tensors(leaves))
     assert held
+
+
+class Cells(torch.nn.Module):
+    """Gates of a GRU, written in place, with something wide before every cell."""
+
+    def __init__(self, width: int = 48, steps: int = 4) -> None:
+        super().__init__()
+        self.cell = torch.nn.GRUCell(width, width)
+        self.wide, self.narrow = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.steps = steps
+
+    def forward(self, x):
+        state = x
+        for _ in range(self.steps):
+            state = self.cell(self.narrow(torch.nn.functional.silu(self.wide(state))), state)
+        return state
+
+
+@pytest.mark.slow
+def test_a_step_makes_again_what_was_written_over_bit_for_bit(tmp_path):
+    torch.manual_seed(0)
+    model, batch = Cells(), torch.randn(256, 48)
+    twin = Cells()
+    twin.load_state_dict(model.state_dict())
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+
+    def loss(m, x):
+        return m(x).square().mean()
+
+    with pytest.raises(Infeasible) as no:
+        fit(
+            model,
+            loss,
+            ours,
+            batch,
+            "static+1%",
+            progress=False,
+            cache=tmp_path,
+            seconds_per_op=0.0,
+            work=4_000_000,
+        )
+    step = fit(
+        model,
+        loss,
+        ours,
+        batch,
+        int(no.value.best_peak),
+        progress=False,
+        cache=tmp_path,
+        seconds_per_op=0.0,
+        work=4_000_000,
+    )
+    ops = step.graph.ops
+    assert any(s.kind == "recompute" and ops[s.op].mutates for s in step.plan.steps)
+    for _ in range(2):
+        found = step(batch)
+        theirs.zero_grad()
+        (wanted := loss(twin, batch)).backward()
+        theirs.step()
+        assert torch.equal(found, wanted.detach())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert step.measure()["measured_peak"] == step.plan.peak

@@ -15,31 +15,50 @@ last with no more are taken away until none can, as cores of graphs are found (M
 the largest set that proves the number, and where nothing is left, no set does. Numbers are tried from above, as few
 ops can be in their sets.
 
+What *k* reads was made before it, and lay in memory together. So the moments before are looked at, too, from the last
+to the first, as pebbles are counted: going back from a moment at which some versions of storages have to be there,
+the next event is an op that makes one of them, or any op of the set. While it runs, the others are there as well, and
+what the op reads has to be there before it; to make results, the ops of the set that are known to run later may be
+used, the others not. An op can be the last with no more bytes than the number only if some chain of such events needs
+no more until nothing large is needed any more. What is small is left out.
+
+A storage that ops write several times over is several versions, of which each op reads one and the next write makes
+another: what was made with an earlier one cannot be made with the last.
+
 What *k* may write a result over need not be there beside it, and counts like any other storage. What waits in fewer
-bytes, packed or moved out, counts with those. Complexity: some minimum cuts for each large op, as long as work is
-left.
+bytes, packed or moved out, counts with those, and then nothing is said of the moments before. Complexity: some
+minimum cuts for each large op and each event, as long as work is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import reached
+from tightship.analysis.order import pairs, reached
 from tightship.graph import Graph, Rows, Uses
 from tightship.options import NEVER, Deadline
 
 __all__ = ["last_run_bound"]
 
 _ENDLESS = 1 << 60
-_PARTS, _HALVES = 12, 3
-"""Numbers that are tried from above, and between the first that is proved and the one before it."""
-_EDGES, _LARGE = 30_000_000, 5_000
-"""Edges of all cuts together, at most, and ops of graphs that are looked at."""
+_PARTS, _HALVES, _HALVINGS = 12, 3, 6
+"""Numbers that are tried from above, between the first that is proved and the one before it, and between what is
+known and the most that moments before last runs may prove."""
+_EDGES, _EARLIER, _LARGE = 30_000_000, 4_000_000, 5_000
+"""Edges of all cuts together, at most, those for moments before last runs, and ops of graphs that are looked at."""
+_CHAINS, _SMALL = 60, 0.3
+"""Moments before an op that are looked at, at most, and the part of the largest storage from which on storages count
+there."""
+
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Versions = frozenset[int]
 
 
 class Relaxed(Protocol):
@@ -47,20 +66,17 @@ class Relaxed(Protocol):
 
     graph: Graph
     uses: Uses
-    static: NDArray[np.bool_]
-    waits: NDArray[np.int64]
+    static: Mask
+    waits: Ints
     pairs: dict[int, list[tuple[int, int]]]
-    nodes: int
     last_runs: tuple[int, int] | None
 
     @property
-    def own(self) -> NDArray[np.int64]: ...
+    def own(self) -> Ints: ...
     @property
-    def again(self) -> NDArray[np.bool_]: ...
+    def again(self) -> Mask: ...
     @property
-    def _reads(self) -> NDArray[np.int64]: ...
-    @property
-    def _writes(self) -> NDArray[np.int64]: ...
+    def _writes(self) -> Ints: ...
     @property
     def _backward(self) -> Rows: ...
 
@@ -72,70 +88,158 @@ def last_run_bound(relaxed: Relaxed, least: int, deadline: Deadline = NEVER) -> 
         return least, -1
     if relaxed.last_runs is None:
         cuts = _LastRuns(relaxed, deadline)
-        best, at, most = least, -1, int(relaxed.own.max()) + cuts.base
-        part = max(1, (most - least) // _PARTS)
-        for level in range(most - part, least - 1, -part):  # the sets of high ones are small
-            best, at = max((best, at), cuts.passed(level))
-            if best > least:
-                break
-            most = level
-        for _ in range(_HALVES if best > least else 0):
-            level = (best + most) // 2
-            value, op = cuts.passed(level)
-            best, at = max((best, at), (value, op))
-            most = most if value else level
+        best, at = cuts.alone(least)
+        if cuts.whole:
+            best, at = cuts.after_earlier(best, at)
         if deadline.over:
             return best, at
         relaxed.last_runs = best, at
     return max((least, -1), relaxed.last_runs)
 
 
+class _Stored:
+    """Versions of the storages that ops make, numbered: what each is of, and which ops read, write and touch it."""
+
+    def __init__(self, relaxed: Relaxed) -> None:
+        graph, uses, facts = relaxed.graph, relaxed.uses, relaxed.uses.facts
+        self.uses = uses
+        there = (facts.definer >= 0) & ~relaxed.static
+        self.count = np.where(there, np.maximum(1, np.diff(facts.writers[0])), 0)
+        for op in graph.ops:  # left alone when the op runs again
+            self.count[list(op.updates)] = np.minimum(1, self.count[list(op.updates)])
+        self.first = np.cumsum(self.count) - self.count
+        self.storage = np.repeat(np.arange(len(there)), self.count)
+        self.size = relaxed.waits[self.storage]
+        rows, needs = pairs(facts.reads), np.asarray(facts.needs[1], dtype=np.int64)
+        seen = there[rows[:, 1]]
+        rows, needs = rows[seen], needs[seen]
+        wrote = set(map(tuple, pairs(facts.mutates).tolist()))
+        single = self.count[rows[:, 1]] == 1
+        apart = [not one or (k, s) not in wrote for one, (k, s) in zip(single, rows.tolist(), strict=True)]
+        read = np.stack([rows[:, 0], self._at(rows[:, 1], needs)], axis=1)
+        self.reads = read[np.array(apart, dtype=np.bool_)]
+        """(op, version) of every read, but what the op writes in place of a storage without versions."""
+        self.writes = self._written(relaxed._writes[there[relaxed._writes[:, 0]]])
+        """(version, op) of the ops that make it of what they read."""
+        results = np.array(sorted(graph.kept - graph.static), dtype=np.int64)
+        results = results[there[results]]
+        self.results = self._at(results, self.count[results])
+        n = len(graph.ops)
+        self.read: list[Versions] = _sets(n, self.reads)
+        self.made: list[Versions] = _sets(n, self.writes[:, ::-1])
+        defined = pairs(facts.defines)
+        defined = defined[there[defined[:, 1]]]
+        defined[:, 1] = self.first[defined[:, 1]]
+        self.touched = _sets(n, np.concatenate([read, self.writes[:, ::-1], defined]))
+        """By op: versions of which some bytes are there while it runs."""
+
+    def _at(self, storages: Ints, writes: Ints) -> Ints:
+        """The versions of storages after so many writes."""
+        return self.first[storages] + np.clip(writes, 1, self.count[storages]) - 1
+
+    def _written(self, plain: Ints) -> Ints:
+        plain = plain[self.count[plain[:, 0]] == 1]
+        rows = [np.stack([self.first[plain[:, 0]], plain[:, 1]], axis=1)]
+        for s in np.flatnonzero(self.count > 1).tolist():
+            rows += [np.array([[self.first[s] + j, k] for j, k in enumerate(self.uses.writers[s])])]
+        return np.concatenate(rows)
+
+    @cached_property
+    def maker(self) -> list[int]:
+        """By version: the op whose run begins or ends with it being there for the first time."""
+        writers, definer = self.uses.writers, self.uses.definer
+        found: list[int] = []
+        for s in self.storage.tolist():
+            nth = len(found) - int(self.first[s])
+            found.append(writers[s][nth] if self.count[s] > 1 else definer[s])
+        return found
+
+    @cached_property
+    def users(self) -> list[list[int]]:
+        """By version: the ops that touch it."""
+        found: list[list[int]] = [[] for _ in self.storage]
+        for k, touched in enumerate(self.touched):
+            for v in touched:
+                found[v].append(k)
+        return found
+
+
+def _sets(n: int, rows: Ints) -> list[Versions]:
+    found: list[set[int]] = [set() for _ in range(n)]
+    for k, v in rows.tolist():
+        found[k].add(v)
+    return [frozenset(row) for row in found]
+
+
 class _LastRuns:
     """The network of what has to be in memory for the results to be there, or to be made, at the end. Nodes: 0 the
-    source, 1 the sink, then ops, storages needed, storages to be made. ``work``: edges that may still be cut;
+    source, 1 the sink, then ops, versions needed, versions to be made. ``work``: edges that may still be cut;
     ``touched``: by op, the bytes of what it reads and makes that may count in a cut; ``base``: the cut when no op
     runs any more."""
 
     def __init__(self, relaxed: Relaxed, deadline: Deadline) -> None:
-        graph, uses = relaxed.graph, relaxed.uses
-        self.relaxed, self.deadline, self.work = relaxed, deadline, _EDGES
-        n, m = len(graph.ops), len(graph.storages)
-        there = (uses.facts.definer >= 0) & ~relaxed.static
-        reads, writes = relaxed._reads, relaxed._writes
-        reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]]]
-        results = np.array(sorted(graph.kept - graph.static), dtype=np.int64)
-        results, held, ops = results[there[results]], np.flatnonzero(there), np.arange(n)
+        self.relaxed, self.deadline, self.work, self.earlier = relaxed, deadline, _EDGES, False
+        self.stored = stored = _Stored(relaxed)
+        n, m = len(relaxed.own), len(stored.storage)
         need, make = 2 + n, 2 + n + m
-        tail: list[NDArray[np.int64]] = [
-            0 * results,
-            2 + reads[:, 0],
-            make + writes[:, 0],
-            need + held,
-            2 + ops,
-        ]
-        head = [need + results, need + reads[:, 1], 2 + writes[:, 1], make + held, 0 * ops + 1]
+        self.nodes, ops, versions = 2 + n + 2 * m, np.arange(n), np.arange(m)
+        results, reads, writes = stored.results, stored.reads, stored.writes
+        tail = [0 * results, 2 + reads[:, 0], make + writes[:, 0], need + versions, 2 + ops]
+        head = [need + results, need + reads[:, 1], 2 + writes[:, 1], make + versions, 0 * ops + 1]
         self.tail, self.head = (np.concatenate(rows).astype(np.int32) for rows in (tail, head))
         endless = np.full(len(results) + len(reads) + len(writes), _ENDLESS)
-        self.capacity = np.concatenate([endless, relaxed.waits[held], np.zeros(n, np.int64)])
-        self.first_op = len(endless) + len(held)
-        self.edge = np.full(m, -1, dtype=np.int64)
-        self.edge[held] = len(endless) + np.arange(len(held))
-        self.free = [self._edges((*uses.reads[k], *uses.defines[k]), k) for k in range(n)]
-        self.touched = np.array([self.capacity[e].sum() for e in self.free], dtype=np.int64)
+        self.capacity = np.concatenate([endless, stored.size, np.zeros(n, np.int64)])
+        self.first_version, self.first_op = len(endless), len(endless) + m
+        self.touched = np.array([self.bytes(row) for row in stored.touched], dtype=np.int64)
         self.once = np.flatnonzero(~relaxed.again)
-        self.base = self._cut(np.ones(n, dtype=np.bool_))
+        self.whole = bool((relaxed.waits == relaxed.graph.columns.size).all())
+        self.base = self.cut(np.ones(n, dtype=np.bool_))
+
+    def bytes(self, versions: Iterable[int]) -> int:
+        return int(self.stored.size[list(versions)].sum())
+
+    def alone(self, least: int) -> tuple[int, int]:
+        """The bound and the op that forces it, looking at last runs alone."""
+        best, at, most = least, -1, int(self.relaxed.own.max()) + self.base
+        part = max(1, (most - least) // _PARTS)
+        for level in range(most - part, least - 1, -part):  # the sets of high ones are small
+            best, at = max((best, at), self.passed(level))
+            if best > least:
+                break
+            most = level
+        return self._between(best, at, most, _HALVES) if best > least else (best, at)
+
+    def after_earlier(self, best: int, at: int) -> tuple[int, int]:
+        """The same, looking at what happens before last runs, too."""
+        self.work, self.earlier = _EARLIER, True
+        own = self.relaxed.own
+        most = int((2 * own - self.relaxed.graph.static_bytes).max()) + self.base
+        return self._between(best, at, most, _HALVINGS)
+
+    def _between(self, best: int, at: int, most: int, halves: int) -> tuple[int, int]:
+        for _ in range(halves):
+            level = (best + most) // 2
+            value, op = self.passed(level)
+            best, at = max((best, at), (value, op))
+            most = most if value else level
+        return best, at
 
     def passed(self, level: int) -> tuple[int, int]:
         """The least bytes with which an op of the largest set that proves more than ``level`` is the last, and that
         op; 0 where there is none, or no work left to tell."""
         own = self.relaxed.own
         inside = own + self.base > level  # no cut is more without an op
+        if self.earlier:  # as much again may have to be there beside what an op touches
+            inside = 2 * own - self.relaxed.graph.static_bytes + self.base > level
         while inside.any():
-            over = self._over(inside)
-            value = own + np.maximum(0, self._cut(over) - self.touched)
+            over = self.over(inside)
+            value = own + np.maximum(0, self.cut(over) - self.touched)
             value[~inside] = _ENDLESS
             for k in np.flatnonzero(value <= level).tolist():
-                value[k] = own[k] + self._cut(over, k)
+                value[k] = self.during(k, frozenset(), over, level)
+            earlier = _Earlier(self, inside, level)
+            for k in np.flatnonzero(value <= level).tolist() if self.earlier else ():
+                value[k] = max(int(value[k]), earlier.least(k))
             if self.work <= 0 or self.deadline.over:
                 break
             if (out := value <= level).any():
@@ -144,7 +248,7 @@ class _LastRuns:
                 return int(value.min()), int(value.argmin())
         return 0, -1
 
-    def _over(self, inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def over(self, inside: Mask) -> Mask:
         """Ops that do not run any more when the last one of a set has."""
         if not len(self.once):
             return inside
@@ -153,22 +257,106 @@ class _LastRuns:
         over[self.once[before[self.once]]] = True
         return over
 
-    def _edges(self, touched: Sequence[int], k: int) -> NDArray[np.int64]:
-        """The edges of what op ``k`` touches and what is there in any case while it runs."""
-        pairs = self.relaxed.pairs.get(k, ())
-        over = pairs[0][0] if len(pairs) == 1 else -1  # of several it is not known which is written over
-        edges = self.edge[sorted({s for s in touched if s != over})]
-        return edges[edges >= 0]
+    def during(self, k: int, needed: Versions, over: Mask, level: int) -> int:
+        """Bytes while op ``k`` runs at least, where what is ``needed`` is there then and afterwards, and none of the
+        ops ``over`` runs any more; some that are more than ``level`` do."""
+        stored, relaxed, free = self.stored, self.relaxed, self.stored.touched[k] | needed
+        value = int(relaxed.own[k]) + self.bytes(needed - stored.touched[k])
+        taken = relaxed.pairs.get(k, ())
+        left = [
+            p for p in taken if int(stored.first[p[0]]) not in needed
+        ]  # what is needed is not written over
+        if len(left) < len(taken):
+            value += self._reused(taken) - self._reused(left)
+        if value > level:
+            return value
+        if len(taken) == 1 and left:  # of several it is not known which is written over
+            free -= {int(stored.first[left[0][0]])}
+        return value + self.cut(over, free)
 
-    def _cut(self, over: NDArray[np.bool_], k: int = -1) -> int:
-        """Bytes of what has to be in memory when none of the ops ``over`` runs any more, beside what op ``k``
-        touches; 0 where no work is left."""
+    def _reused(self, taken: Sequence[tuple[int, int]]) -> int:
+        """The most bytes of inputs whose places results may take (as `Relaxation.reused`)."""
+        size = self.relaxed.graph.columns.size
+        return min(sum(int(size[s]) for s in {p[side] for p in taken}) for side in (0, 1))
+
+    def cut(self, over: Mask, free: Iterable[int] = ()) -> int:
+        """Bytes of what has to be in memory when none of the ops ``over`` runs any more, beside what is ``free``; 0
+        where no work is left."""
         if self.work <= 0:
             return 0
         self.work -= len(self.tail)
         capacity = self.capacity.copy()
         capacity[self.first_op + np.flatnonzero(over)] = _ENDLESS
-        if k >= 0:
-            capacity[self.free[k]] = 0
-        value, _ = _core.min_cut(self.relaxed.nodes, self.tail, self.head, capacity, 0, 1)
+        capacity[self.first_version + np.array(sorted(free), dtype=np.int64)] = 0
+        value, _ = _core.min_cut(self.nodes, self.tail, self.head, capacity, 0, 1)
         return int(value)
+
+
+class _Earlier:
+    """The moments before the last run of a set (``inside``), for plans of no more bytes than a ``level``."""
+
+    def __init__(self, of: _LastRuns, inside: Mask, level: int) -> None:
+        self.of, self.inside, self.level = of, inside, level
+        size = of.stored.size
+        self.large = size >= max(1, int(size.max(initial=0) * _SMALL))
+        self.set = np.flatnonzero(inside)
+        self.known: dict[frozenset[int], tuple[Mask, int]] = {}
+
+    def least(self, k: int) -> int:
+        """The fewest bytes, more than the level, that some moment before op ``k`` takes, being the last; 0 where no
+        more than the level may do."""
+        found = self._least(k, others=False)  # mostly one does without others of the set
+        return found if not found else self._least(k, others=True)
+
+    def _least(self, k: int, *, others: bool) -> int:
+        start = self._needs(k), frozenset([k])
+        stack, seen, low = [start], {start}, _ENDLESS
+        while stack:
+            needed, later = stack.pop()
+            if not needed or len(seen) > _CHAINS or self.of.work <= 0:
+                return 0
+            found = []
+            for op, nbytes in self._events(needed, later, others):
+                if nbytes > self.level:
+                    low = min(low, nbytes)
+                    continue
+                left = needed - self.of.stored.made[op] | self._needs(op)
+                then = left, later | {op} if self.inside[op] else later
+                if then not in seen:
+                    seen.add(then)
+                    found.append(then)
+            stack += sorted(found, key=lambda then: -self.of.bytes(then[0]))  # the least of them next
+        return low
+
+    def _needs(self, op: int) -> Versions:
+        return frozenset(v for v in self.of.stored.read[op] if self.large[v])
+
+    def _events(self, needed: Versions, later: frozenset[int], others: bool) -> Iterable[tuple[int, int]]:
+        """What may be the event right before what is ``needed`` is there, when the ops ``later`` are those of the
+        set that run after it: ops, and bytes while they run."""
+        of, stored = self.of, self.of.stored
+        over, cut = self._left(later)
+        makers = {stored.maker[v] for v in needed}
+        total = of.bytes(needed)
+        beside = np.full(len(of.touched), total)
+        for v in needed:
+            beside[stored.users[v]] -= stored.size[v]
+        roughly = of.relaxed.own + beside + np.maximum(0, cut - of.touched - total)
+        rest = self.set.tolist() if others else ()
+        for op in [*sorted(makers), *(k for k in rest if k not in makers)]:
+            ran = op in later or (over[op] and not self.inside[op])
+            if ran and not of.relaxed.again[op]:  # it runs once, and at another time
+                continue
+            if op not in makers and roughly[op] > self.level:
+                yield op, int(roughly[op])
+            else:
+                yield op, of.during(op, needed, over, self.level)
+
+    def _left(self, later: frozenset[int]) -> tuple[Mask, int]:
+        """Ops that do not run any more after a moment, and the cut then."""
+        if later not in self.known:
+            left = self.inside.copy()
+            left[list(later)] = False
+            over = self.of.over(left)
+            self.known[later] = over, self.of.cut(over)
+        return self.known[later]

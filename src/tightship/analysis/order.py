@@ -29,6 +29,7 @@ __all__ = [
     "deepest_first",
     "dependents",
     "edges",
+    "hardest_first",
     "is_legal",
     "once",
     "pairs",
@@ -198,18 +199,32 @@ def deepest_first(graph: Graph) -> tuple[Rows, Rows]:
     most = [max((size[s] for s in row if uses.definer[s] >= 0), default=0) for row in uses.reads]
     starts, at = facts.reads[0], np.arange(len(facts.reads[1]))
     for bits in sorted({n.bit_length() for k, n in enumerate(most) if len(uses.reads[k]) > 1}):
-        rows = _by_need(graph, (1 << bits) // 4)
+        rows, _ = _by_need(graph, (1 << bits) // 4)
         for k, n in enumerate(most):
             if n.bit_length() == bits and len(rows[k]) > 1:
                 at[starts[k] : starts[k + 1]] = starts[k] + np.array(rows[k])
     return (starts, facts.reads[1][at]), (facts.needs[0], facts.needs[1][at])
 
 
-def _by_need(graph: Graph, there: int) -> list[list[int]]:
-    """By op, the order of its reads as `deepest_first` has it, storages of fewer bytes than ``there`` being there."""
+def hardest_first(graph: Graph) -> NDArray[np.int32]:
+    """The storages, first those that take most beyond their own bytes to be made, where everything of less than a
+    quarter of the largest one's bytes is there: so made one after the other, the most is needed while the least is
+    there (Liu 1987)."""
+    size = graph.columns.size
+    made = size[graph.uses.facts.definer >= 0]
+    _, takes = _by_need(graph, int(made.max(initial=0)) // 4)
+    definer = graph.uses.facts.definer
+    most = np.where(definer >= 0, np.array([*takes, 0], dtype=np.int64)[definer], 0)
+    return np.argsort(size - most, kind="stable").astype(np.int32)
+
+
+def _by_need(graph: Graph, there: int) -> tuple[list[list[int]], list[int]]:
+    """By op, the order of its reads as `deepest_first` has it, storages of fewer bytes than ``there`` being there,
+    and what every op takes."""
     uses, size, beside = graph.uses, graph.columns.size.tolist(), extras(graph).tolist()
     need = [0] * len(size)  # bytes that making a storage takes, its own among them
     rows: list[list[int]] = []
+    takes: list[int] = []
     for k, op in enumerate(graph.ops):
         reads, made = uses.reads[k], uses.defines[k]
         rows.append(sorted(range(len(reads)), key=lambda j: size[reads[j]] - need[reads[j]]))
@@ -221,7 +236,8 @@ def _by_need(graph: Graph, there: int) -> list[list[int]]:
         over = sum({a: size[a] for a, _ in op.overwrites if need[a]}.values())
         total = sum(size[s] for s in made)
         most = max(most, held + total + beside[k] - min(over, total))
+        takes.append(most)
         for s in (*made, *uses.mutates[k]):
             if size[s] >= there and s not in graph.static:
                 need[s] = max(need[s], most)
-    return rows
+    return rows, takes

@@ -470,10 +470,8 @@ class _Search:
         tried.append(order)
         problem = self.problem.deeper(order)
         self._search_in(problem, progress, clock)
-        if self.reached.within(self.budget) is None:
-            self.in_parts = False  # not in this way
         if best is None or self.reached.within(self.budget) is not best:
-            self.problem = problem
+            self.problem, self.in_parts = problem, False  # parts were not looked at in this way
 
     def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
         """Where a short search meets nothing, look at parts of ops before a long one."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import Rows, csr, deepest_first, pairs
+from tightship.analysis.order import Rows, csr, deepest_first, hardest_first, pairs
 from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import block_of, colors, layer, role, without_numbers
 from tightship.errors import BadInput, Unsupported
@@ -202,6 +202,7 @@ class EvictionProblem:
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
             overwrites=c.overwrites if self.in_place else csr([()] * len(g.ops)),
+            ending=self._ending(),
             until_written=self.deep,
             **self._copies(),
         )
@@ -209,6 +210,12 @@ class EvictionProblem:
             engine.set_host_limit(self.host)
         engine.set_horizon(_horizon(engine, self.order, g))
         return engine
+
+    def _ending(self) -> NDArray[np.int32]:
+        """Storages in the order in which results are restored at the end."""
+        if not self.deep:
+            return np.arange(len(self.graph.storages), dtype=np.int32)
+        return hardest_first(self.graph)
 
     @cached_property
     def packings(self) -> dict[int, Packing]:
