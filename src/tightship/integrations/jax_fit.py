@@ -35,7 +35,8 @@ from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.files import DEFAULT, folder_of, write_file
 from tightship.frontends.jax_program import inlined
 from tightship.frontends.jaxpr import flops_of
-from tightship.integrations.jax_search import Level, Memory, Search, compile_for, memory_of, operations_of
+from tightship.integrations.jax_levels import Level
+from tightship.integrations.jax_search import Memory, Search, compile_for, memory_of, operations_of
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
@@ -318,19 +319,14 @@ class _Planning:
             return self._given(lowered, limit, operations)
         search = Search(self.program, self.leaves, self.donated, limit, before, self.until)
         try:
-            best = search.run()
+            best, compiled = search.run()
         except Infeasible:
             if before.total <= limit:
                 return self._given(lowered, limit, operations)
             raise
         if before.total <= limit and best.level.flops >= self.flops:
             return self._given(lowered, limit, operations)
-        compiled = compile_for(best.lowered, memory=best.order, quick=False)
         fit = self._fit(compiled, best.level, limit, before, operations, tuple(search.tried))
-        if fit.memory.total > limit:
-            raise Infeasible(
-                budget=limit, lower_bound=before.static, best_peak=fit.memory.total, compiled=True
-            )
         if self.path is not None:
             sizes = (before.arguments, before.outputs, before.aliased, before.temporaries)
             row = _Kept(limit, sizes, operations, min(best.beyond, 1e300), best.order, best.log)
