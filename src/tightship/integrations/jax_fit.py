@@ -43,6 +43,8 @@ from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 __all__ = ["Fit", "FittedStep", "Memory", "fit"]
 
 _PLACE = "tightship.jax.fit"
+_LAST = 2.5
+"""Time that XLA takes for the program that will run, over that for a first look at the step."""
 _KEPT = 500
 """Plans that are kept on disk; those not read for longest are removed."""
 
@@ -311,13 +313,15 @@ class _Planning:
 
     def searched(self) -> tuple[Any, Fit]:
         lowered = self.traced.lower()
+        began = time.process_time()
         first = compile_for(lowered, memory=False, quick=True)
+        until = self.until - _LAST * (time.process_time() - began)
         before, operations = memory_of(first), operations_of(first)
         limit = self.budget.resolve(before.total, static=before.static)
         drops = "differentiated=True" in str(self.traced.jaxpr)  # checkpoints that make something again
         if before.total <= limit and not drops:
             return self._given(lowered, limit, operations)
-        search = Search(self.program, self.leaves, self.donated, limit, before, self.until)
+        search = Search(self.program, self.leaves, self.donated, limit, before, until)
         try:
             best, compiled = search.run()
         except Infeasible:

@@ -19,9 +19,11 @@ from tightship.frontends.jax_program import Equation, Ops, Program, on_values
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import Graph, Op, aligned
 from tightship.integrations.jax_regions import (
+    ROWWISE,
     Pair,
     PlannedPair,
     bodies_of,
+    by_rows,
     crossing_bytes,
     devices_of,
     handed_on,
@@ -31,7 +33,7 @@ from tightship.integrations.jax_regions import (
 )
 from tightship.plan import Step
 from tightship.planners import default
-from tightship.simulate import baseline, replay
+from tightship.simulate import baseline, extras, replay
 
 __all__ = ["POLICIES", "Level", "Planner", "unplanned_bytes"]
 
@@ -43,6 +45,8 @@ _TIGHTENED = 3
 """How often a plan is looked for at the least peak that was reached."""
 _SHARES = (1.0, 0.85, 0.7, 0.58, 0.47, 0.38, 0.3, 0.23, 0.17, 0.11, 0.05, 0.0)
 """Parts of what loops may hand on, or of the bytes there are for it, that are tried."""
+_STRIDE = 3
+"""Every third of them at first, then those beside the best."""
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 """Policies of `jax.checkpoint` that people take."""
 
@@ -97,21 +101,31 @@ class Planner:
             share = next(self.given)
             self.log.append(share)
             return self._at(program, pairs, beyond, share)[0]
-        kept, tried = self.log, []
-        above = 0  # tries within the bytes, one after the other, that took more operations than the best
+        kept = self.log
         most = sum(crossing_bytes(p.joined, p.cut, p.begins) * p.length for p in pairs)
-        for share in dict.fromkeys(part * min(1.0, beyond / max(1, most)) for part in _SHARES):
-            self.log = []
-            level = self._at(program, pairs, beyond, share)[0]
-            short = level.peak > beyond
-            tried.append((short, level.peak if short else level.flops, -share, level, self.log))
-            if not short:
-                best = min(row[1] for row in tried if not row[0])
-                above = above + 1 if level.flops > best else 0
-                if level.again == 0 or above > 1:
-                    break
-        _, _, share, level, log = min(tried, key=lambda row: row[:3])
-        self.log = [*kept, -share, *log]
+        shares = list(dict.fromkeys(part * min(1.0, beyond / max(1, most)) for part in _SHARES))
+        tried: dict[int, tuple[bool, int, float, Level, list[Any]]] = {}
+
+        def attempt(k: int) -> Level:
+            if k not in tried:
+                self.log = [shares[k]]
+                level = self._at(program, pairs, beyond, shares[k])[0]
+                short = level.peak > beyond
+                tried[k] = (short, level.peak if short else level.flops, -shares[k], level, self.log)
+            return tried[k][3]
+
+        least = sum(e.flops for e in program.equations)
+        first = attempt(0)
+        if first.peak > beyond or first.flops > least:
+            for k in range(_STRIDE, len(shares) + _STRIDE - 1, _STRIDE):
+                attempt(min(k, len(shares) - 1))
+            best = -1
+            while best != (best := min(tried, key=lambda k: tried[k][:3])):
+                for k in (best - 1, best + 1):
+                    if 0 <= k < len(shares):
+                        attempt(k)
+        *_, level, log = min(tried.values(), key=lambda row: row[:3])
+        self.log = [*kept, *log]
         return level
 
     def by_policy(self, program: Program, policy: str, beyond: float) -> Level:
@@ -175,7 +189,7 @@ class Planner:
         parts = (line.during[:level_at], line.during[level_at + 1 :])
         peaks = [max(0, max(part, default=static) - static) for part in parts]
         level = Level(ops, own, max(peaks), flops, count)
-        return level, PlannedPair(ops, tuple(first), tuple(second), *peaks)
+        return level, PlannedPair(ops, tuple(first), tuple(second), *peaks, again)
 
     def _halves(self, pair: Pair, beyond: float, share: Share) -> PlannedPair:
         """A pair's bodies where ``share`` of what they may is handed on, within ``beyond`` bytes each."""
@@ -195,17 +209,23 @@ class Planner:
     ) -> tuple[_Frame, Steps]:
         """The plan of a level. Bodies of a pair that cannot be had within ``beyond`` bytes take what they must, and
         hand on no more for that."""
-        frame = _frame(ops, pair, share, beyond)
         if policy is not None:
+            frame = _frame(ops, pair, share, beyond)
             return frame, _steps_of_policy(ops, frame, policy)
-        steps = self._solve(frame)
-        for _ in range(_TIGHTENED if pair is not None and beyond < math.inf else 0):
-            graph = frame.graph
-            need = replay(graph, _whole(graph, steps)).peak - graph.static_bytes
-            if need <= frame.beyond + (1 << 10):
+        if pair is None or beyond == math.inf:
+            frame = _frame(ops, pair, share, beyond)
+            return frame, self._solve(frame)
+        if self.given is not None:
+            frame = _frame(ops, pair, share, float(next(self.given)))
+            return frame, self._solve(frame)
+        for _ in range(1 + _TIGHTENED):
+            frame = _frame(ops, pair, share, beyond)
+            steps = _plan(frame.graph, beyond)
+            need = _peak(frame.graph, steps) - frame.graph.static_bytes
+            if need <= beyond + (1 << 10):
                 break
-            frame = _frame(ops, pair, share, need)
-            steps = self._solve(frame)
+            beyond = need
+        self.log += [float(frame.beyond), steps]
         return frame, steps
 
     def _solve(self, frame: _Frame) -> Steps:
@@ -225,7 +245,7 @@ class Planner:
         key = id(e.made)
         if e.name == "select_and_scatter_add" and jax.default_backend() == "cpu":
             source, operand = (math.prod(x.aval.shape) for x in e.made.invars[:2])
-            return replace(e, inner=16 * operand + 20 * source)
+            return replace(e, inner=16 * operand + 20 * source) if e.instead is None else e
         if e.inner or e.instead is not None or e.name not in ("scan", "while", "cond", "shard_map"):
             return e
         if key not in self._inner:
@@ -253,6 +273,8 @@ class Planner:
         equations, again = list(program.equations), 0
         for i in sorted(short):
             e = equations[i]
+            if e.name in ROWWISE:
+                equations[i] = by_rows(e, room[i])
             bodies = bodies_of(e)
             if not bodies or has_effects(e):
                 continue
@@ -288,7 +310,11 @@ def _repeats(pair: Pair, planned: PlannedPair) -> int:
     """Operations of a pair that run again: of the first body in the second, and any twice in one."""
     ops = planned.ops
     twice = sum(again for again, _ in (*planned.first, *planned.second))
-    return twice + sum(ops.members[op][-1] < pair.cut for again, op in planned.second if not again)
+    return (
+        planned.inside
+        + twice
+        + sum(ops.members[op][-1] < pair.cut for again, op in planned.second if not again)
+    )
 
 
 def _frame(ops: Ops, pair: Pair | None, share: Share, beyond: float) -> _Frame:
@@ -409,7 +435,7 @@ def _fewer(graph: Graph, steps: Steps, limit: int) -> Steps:
         return [s for i, s in enumerate(steps) if i not in gone]
 
     def within(gone: set[int]) -> bool:
-        return replay(graph, _whole(graph, without(gone))).peak <= limit
+        return _peak(graph, without(gone)) <= limit
 
     if not more or within(set(more)):
         return without(set(more))
@@ -440,6 +466,28 @@ def _whole(graph: Graph, steps: Steps) -> tuple[Step, ...]:
         if dead:
             made.append(Step("free", -1, tuple(dead)))
     return tuple(made)
+
+
+def _peak(graph: Graph, steps: Steps) -> int:
+    """The peak of `_whole`, without a replay."""
+    reads, defines, size = graph.uses.reads, graph.uses.defines, [s.size for s in graph.storages]
+    change = [0] * (len(steps) + 1)
+    last = dict.fromkeys(graph.kept, len(steps))
+    for i in reversed(range(len(steps))):
+        op = steps[i][1]
+        for s in defines[op]:
+            change[i] += size[s]
+            end = last.pop(s, i)
+            if end < len(steps):
+                change[end + 1] -= size[s]
+        for s in reads[op]:
+            if s not in graph.static:
+                last.setdefault(s, i)
+    live, peak, extra = graph.static_bytes, graph.static_bytes, extras(graph).tolist()
+    for (_, op), more in zip(steps, change, strict=False):
+        live += more
+        peak = max(peak, live + extra[op])
+    return peak
 
 
 def _check(graph: Graph, steps: Steps) -> None:

@@ -21,9 +21,11 @@ from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import aligned
 
 __all__ = [
+    "ROWWISE",
     "Pair",
     "PlannedPair",
     "bodies_of",
+    "by_rows",
     "crossing_bytes",
     "devices_of",
     "handed_on",
@@ -53,6 +55,28 @@ def bodies_of(e: Equation) -> tuple[Program, ...]:
     if e.name == "shard_map" and set(p) >= _SHARD:
         return (inlined(p["jaxpr"]),)
     return ()
+
+
+ROWWISE = frozenset({"select_and_scatter_add"})
+"""Primitives that compute each row of a batch by itself, and may take many times the bytes of their results."""
+
+
+def by_rows(e: Equation, room: int) -> Equation:
+    """An equation of ``ROWWISE`` as a loop over as few parts of its batch as take ``room`` bytes."""
+    window = (e.made.params[name][0] for name in ("window_dimensions", "window_strides", "padding"))
+    rows = int(e.made.outvars[0].aval.shape[0])
+    if tuple(window) != (1, 1, (0, 0)):
+        return e
+    moved = sum(bytes_of(x.aval) for x in (*e.made.invars, *e.made.outvars))
+    many = [n for n in range(1, rows + 1) if rows % n == 0]
+    parts = next((n for n in many if e.inner + moved <= n * room), rows)
+
+    def instead(values: Sequence[Any]) -> list[Any]:
+        split = [x.reshape(parts, rows // parts, *x.shape[1:]) for x in values]
+        made = jax.lax.map(lambda xs: e.bind(xs)[0], tuple(split))
+        return [made.reshape(rows, *made.shape[2:])]
+
+    return replace(e, instead=instead, inner=(e.inner + moved) // parts) if parts > 1 else e
 
 
 def devices_of(e: Equation) -> int:
@@ -473,13 +497,15 @@ def _append(to: Program, program: Program, inputs: Sequence[int]) -> list[Any]:
 @dataclass(frozen=True)
 class PlannedPair:
     """How the two bodies of a pair run: ops of its joined program, before the cut and after it, each with whether it
-    has run before in that body; bytes that each takes while it runs."""
+    has run before in that body; bytes that each takes while it runs. ``inside``: how many operations run again inside
+    of what these run."""
 
     ops: Ops
     first: tuple[tuple[bool, int], ...]
     second: tuple[tuple[bool, int], ...]
     bytes_first: int
     bytes_second: int
+    inside: int = 0
 
 
 def handed_on(program: Program, chosen: Sequence[tuple[Pair, PlannedPair]], hold: str) -> Program:

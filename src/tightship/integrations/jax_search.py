@@ -69,8 +69,8 @@ _ROUGH = {"xla_cpu_use_fusion_emitters": False}
 
 
 def compile_for(lowered: Any, *, memory: bool, quick: bool, rough: bool = False) -> Any:
-    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at; ``rough``: with
-    other kernels than those that will run."""
+    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at; ``rough``:
+    with other kernels than those that will run."""
     options: dict[str, Any] = {}
     if jax.default_backend() == "cpu":
         options = {_CPU_ORDER: _MEMORY_FIRST} if memory else {}
@@ -101,10 +101,16 @@ class Candidate:
 
 _TRIES = 4
 """Programs at most that are compiled to be looked at once one is within the budget; twice as many before."""
-_NEAR = 0.95
-"""A plan that needs at least this part of the budget's temporaries is not improved upon."""
-_ALMOST = 1.3
-"""Programs that are above the budget's temporaries by less are tried in XLA's other order, too."""
+_NEAR, _CHEAP = 0.95, 1.005
+"""A plan that needs at least this part of the budget's temporaries, or at most this many times the operations that
+must be, is not improved upon."""
+_ALMOST, _CLOSE = 1.3, 1.1
+"""How far from the budget's temporaries a policy's program may be that is looked at all the same; and one in XLA's
+other order, by what that took before."""
+_LEAST = 0.5
+"""Part of the budget's temporaries that a plan is asked to take, before it is asked for the least there is."""
+_SLOPES = (0.5, 0.9, 1.0)
+"""What a byte less in a plan saves in the program, at least, at first, and at most."""
 _WRONG = 3
 """How often a program that takes more than its look said is replaced."""
 
@@ -125,9 +131,12 @@ class Search:
     def __post_init__(self) -> None:
         cpu = jax.default_backend() == "cpu"
         self.planner = Planner("select" if cpu else "barrier")
-        self._orders = (True, False) if cpu else (False,)
+        self._orders: tuple[bool, ...] = (True, False) if cpu else (False,)
         self._looks: dict[tuple[str, bool], Candidate] = {}
+        self._other = math.inf
+        self._last: tuple[float, int] | None = None
         self._more = 0
+        self._flops = sum(e.flops for e in self.program.equations)
 
     @property
     def room(self) -> int:
@@ -164,7 +173,8 @@ class Search:
         if beyond >= unplanned_bytes(self.program):
             beyond = math.inf
         for tries in range(2 * _TRIES):
-            if self.room <= 0 or (low > 0 and (tries >= _TRIES or time.process_time() > self.until)):
+            late = time.process_time() > self.until
+            if self.room <= 0 or (self.fitting() and (tries >= _TRIES or late)):
                 break
             self.planner.log = []
             level = self.planner.level(self.program, beyond)
@@ -173,7 +183,7 @@ class Search:
             spare = self.room - made.memory.temporaries
             if spare >= 0:
                 low = max(low, takes)
-                if level.again == 0 or made.memory.temporaries >= _NEAR * self.room:
+                if level.flops <= _CHEAP * self._flops or made.memory.temporaries >= _NEAR * self.room:
                     break
                 following = min(takes + 0.9 * spare, (low + high) / 2)
             elif low > 0:
@@ -181,11 +191,19 @@ class Search:
                 following = (low + high) / 2
             else:
                 high = min(high, takes)
-                following = min(0.93 * takes, takes + 1.1 * spare)
-                following = 0.0 if following < 0.2 * takes and beyond > 0 else following
+                following = min(0.93 * takes, takes + spare / self._slope(takes, made.memory.temporaries))
+                following = max(following, _LEAST * self.room) if beyond > _LEAST * self.room else 0.0
             if beyond == 0.0 or following < 0 or abs(following - beyond) < 0.01 * following:
                 break
             beyond = following
+
+    def _slope(self, takes: float, made: int) -> float:
+        """By how much the program shrank for each byte that was taken from the plan before it."""
+        least, first, most = _SLOPES
+        before, self._last = self._last, (takes, made)
+        if before is None or before[0] <= takes:
+            return first
+        return min(most, max(least, (before[1] - made) / (before[0] - takes)))
 
     def _by_policies(self) -> None:
         """What the policies of `jax.checkpoint` make of the step, where that may be better than what was planned."""
@@ -194,28 +212,33 @@ class Search:
         for policy in POLICIES if self.room > 0 else ():
             self.planner.log = []
             level = self.planner.by_policy(self.program, policy, float(self.room))
-            if level.flops < least and (not fits or level.peak <= _ALMOST * self.room + self.before.outputs):
+            near = level.peak <= _ALMOST * self.room + self.before.outputs
+            if not fits or (near and level.flops < least / _CHEAP and time.process_time() <= self.until):
                 self.look(level, float(self.room))
 
     def look(self, level: Level, beyond: float) -> Candidate:
-        """The program of a level in the order of XLA's in which it takes less. Both are tried where there is nothing
-        yet to say which, or where the one is almost within the budget."""
+        """The program of a level, as XLA orders it in the way that took less before; both ways are tried at first,
+        and where the other may be within the budget."""
         log = self.planner.log
         key = repr([x for x in log if not isinstance(x, float)])
-        made: list[Candidate] = []
+        lowered = None
         for order in self._orders:
-            near = not made or made[0].memory.temporaries <= _ALMOST * self.room
-            fits = bool(made) and made[0].memory.temporaries <= self.room
-            if (key, order) not in self._looks and (not made or (not fits and near) or not self.tried[1:]):
-                lowered = made[0].lowered if made else self.lower(level)
-                memory = memory_of(compile_for(lowered, memory=order, quick=True, rough=True))
-                self.tried.append(memory.total)
-                self._looks[key, order] = Candidate(lowered, memory, order, level, beyond, log)
-                self.found.append(self._looks[key, order])
-            made += [self._looks[key, order]] if (key, order) in self._looks else []
-        best = min(made, key=lambda c: c.memory.total)
-        self._orders = (best.order, *(o for o in self._orders if o != best.order))
-        return best
+            made = [c for (k, _), c in self._looks.items() if k == key]
+            least = min((c.memory.temporaries for c in made), default=0)
+            if any(c.order == order for c in made) or (
+                made and not self.room < least <= self._other * self.room
+            ):
+                continue
+            lowered = made[0].lowered if made else self.lower(level)
+            memory = memory_of(compile_for(lowered, memory=order, quick=True, rough=True))
+            self.tried.append(memory.total)
+            self._looks[key, order] = Candidate(lowered, memory, order, level, beyond, log)
+            self.found.append(self._looks[key, order])
+        made = sorted((c for (k, _), c in self._looks.items() if k == key), key=lambda c: c.memory.total)
+        if len(made) > 1:
+            self._orders = tuple(c.order for c in made)
+            self._other = _CLOSE * made[0].memory.temporaries / max(1, made[1].memory.temporaries)
+        return made[0]
 
     def lower(self, level: Level) -> Any:
         run = on_values(level.ops, level.steps, self.planner.hold)
