@@ -25,7 +25,7 @@ from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, called, flops_of, source_of
 from tightship.graph import Graph, Op
 
-__all__ = ["Equation", "Ops", "Program", "array_of", "inlined", "late", "merged", "on_values"]
+__all__ = ["FREE", "Equation", "Ops", "Program", "array_of", "inlined", "late", "merged", "on_values"]
 
 _CALLS = (
     "jit",
@@ -45,7 +45,7 @@ _ELEMENTWISE = frozenset(
     "logistic lt max min mul ne neg nextafter not or pow real imag rem round rsqrt select_n shift_left "
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor".split()
 )
-_FREE = frozenset("broadcast_in_dim expand_dims iota reshape squeeze stop_gradient".split())
+FREE = frozenset("broadcast_in_dim expand_dims iota reshape squeeze stop_gradient".split())
 """Made again by whoever reads them: XLA takes them for views, or puts them into each fusion."""
 
 
@@ -347,7 +347,7 @@ def _fused(program: Program) -> list[tuple[int, ...]]:
     free = {
         i
         for i, e in enumerate(equations)
-        if e.name in _FREE and e.outputs[0] not in results and e.outputs[0] in readers
+        if e.name in FREE and e.outputs[0] not in results and e.outputs[0] in readers
     }
     head = list(range(len(equations)))
     for i in reversed(range(len(equations))):

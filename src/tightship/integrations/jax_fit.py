@@ -33,9 +33,9 @@ import numpy as np
 
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.files import DEFAULT, folder_of, write_file
-from tightship.frontends.jax_program import inlined
 from tightship.frontends.jaxpr import flops_of
 from tightship.integrations.jax_levels import Level
+from tightship.integrations.jax_regions import program_of
 from tightship.integrations.jax_search import Memory, Search, compile_for, memory_of, operations_of
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
@@ -295,7 +295,7 @@ class _Planning:
         self, traced: Any, leaves: list[Any], budget: Budget, folder: Path | None, until: float
     ) -> None:
         self.traced, self.leaves, self.budget, self.until = traced, leaves, budget, until
-        self.program = inlined(traced.jaxpr)
+        self.program = program_of(traced.jaxpr)
         info = jax.tree.leaves(traced.args_info)
         self.donated = tuple(k for k, x in enumerate(info) if x.donated)
         self.flops = sum(map(flops_of, traced.jaxpr.eqns))

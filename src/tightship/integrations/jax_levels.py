@@ -189,7 +189,7 @@ class Planner:
         parts = (line.during[:level_at], line.during[level_at + 1 :])
         peaks = [max(0, max(part, default=static) - static) for part in parts]
         level = Level(ops, own, max(peaks), flops, count)
-        return level, PlannedPair(ops, tuple(first), tuple(second), *peaks, again)
+        return level, PlannedPair(ops, tuple(first), tuple(second), peaks[0], peaks[1], again)
 
     def _halves(self, pair: Pair, beyond: float, share: Share) -> PlannedPair:
         """A pair's bodies where ``share`` of what they may is handed on, within ``beyond`` bytes each."""

@@ -9,14 +9,15 @@ planned as any program is, and then written out again as two: `handed_on`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import jax
+from jax.extend import core
 
-from tightship.frontends.jax_program import Equation, Ops, Program, inlined, merged, on_values
+from tightship.frontends.jax_program import FREE, Equation, Ops, Program, inlined, merged, on_values
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import aligned
 
@@ -31,6 +32,7 @@ __all__ = [
     "handed_on",
     "has_effects",
     "pairs_of",
+    "program_of",
     "with_functions",
 ]
 
@@ -40,6 +42,44 @@ _Function = Callable[..., list[Any]]
 # --- what an equation runs inside ---
 
 
+def program_of(closed: Any) -> Program:
+    """The program of a jaxpr, with what costs nothing inside of the loops that read it: outside, it would be an array
+    for as long as they run."""
+    made = inlined(closed)
+    maker = {v: e for e in made.equations if e.name in FREE for v in e.outputs}
+    equations = [_with_makers(e, maker, made.avals) if e.name == "scan" else e for e in made.equations]
+    return replace(made, equations=equations)
+
+
+def _with_makers(e: Equation, maker: Mapping[int, Equation], avals: Sequence[Any]) -> Equation:
+    """A loop that makes by itself what each of its iterations reads as a whole, from less."""
+    p, inputs, invars = e.made.params, list(e.inputs), list(e.made.invars)
+    chains: dict[int, list[Equation]] = {}
+    for j in range(p["num_consts"]):
+        x = inputs[j]
+        while isinstance(x, int) and x in maker and len(maker[x].inputs) == 1:
+            source = maker[x].inputs[0]
+            if bytes_of(avals[source] if isinstance(source, int) else source.aval) > bytes_of(avals[x]):
+                break
+            chains.setdefault(j, []).insert(0, maker[x])
+            invars[j], x = maker[x].made.invars[0], source
+        inputs[j] = x
+    if not chains:
+        return e
+
+    jaxpr, equations, takes = p["jaxpr"].jaxpr, [], list(p["jaxpr"].jaxpr.invars)
+    for j, chain in chains.items():
+        at = takes[j] = core.Var(invars[j].aval)
+        for k, link in enumerate(chain):
+            last = k == len(chain) - 1
+            (to,) = [jaxpr.invars[j]] if last else [core.Var(x.aval) for x in link.made.outvars]
+            equations.append(link.made.replace(invars=[at], outvars=[to]))
+            at = to
+    inner = p["jaxpr"].replace(jaxpr=jaxpr.replace(invars=takes, eqns=[*equations, *jaxpr.eqns]))
+    made = e.made.replace(params={**p, "jaxpr": inner}, invars=invars)
+    return replace(e, made=made, inputs=tuple(inputs))
+
+
 def bodies_of(e: Equation) -> tuple[Program, ...]:
     """The programs that an equation runs: the body of a loop, the branches of a condition, the shard of a map. None
     for an equation that is no such thing, or was rewritten already."""
@@ -47,13 +87,13 @@ def bodies_of(e: Equation) -> tuple[Program, ...]:
         return ()
     p = e.made.params
     if e.name == "scan":
-        return (inlined(p["jaxpr"]),)
+        return (program_of(p["jaxpr"]),)
     if e.name == "while":
-        return (inlined(p["body_jaxpr"]),)
+        return (program_of(p["body_jaxpr"]),)
     if e.name == "cond":
-        return tuple(map(inlined, p["branches"]))
+        return tuple(map(program_of, p["branches"]))
     if e.name == "shard_map" and set(p) >= _SHARD:
-        return (inlined(p["jaxpr"]),)
+        return (program_of(p["jaxpr"]),)
     return ()
 
 

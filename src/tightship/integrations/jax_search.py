@@ -146,8 +146,8 @@ class Search:
     def run(self) -> tuple[Candidate, Any]:
         """The program with the fewest operations of those within the limit, and what XLA compiled of it. Raises
         ``Infeasible``."""
-        self._planned()
         self._by_policies()
+        self._planned()
         least = min((self.before.total, *self.tried))
         for _ in range(_WRONG):
             fits = self.fitting()
@@ -174,10 +174,13 @@ class Search:
             beyond = math.inf
         for tries in range(2 * _TRIES):
             late = time.process_time() > self.until
-            if self.room <= 0 or (self.fitting() and (tries >= _TRIES or late)):
+            fits = self.fitting()
+            if self.room <= 0 or (fits and (tries >= _TRIES or late)):
                 break
             self.planner.log = []
             level = self.planner.level(self.program, beyond)
+            if tries and level.flops >= min((c.level.flops for c in fits), default=math.inf) and low == 0:
+                break
             takes = min(beyond, float(level.peak))
             made = self.look(level, beyond)
             spare = self.room - made.memory.temporaries
@@ -206,15 +209,20 @@ class Search:
         return min(most, max(least, (before[1] - made) / (before[0] - takes)))
 
     def _by_policies(self) -> None:
-        """What the policies of `jax.checkpoint` make of the step, where that may be better than what was planned."""
-        fits = self.fitting()
-        least = min((c.level.flops for c in fits), default=math.inf)
-        for policy in POLICIES if self.room > 0 else ():
+        """What the policies of `jax.checkpoint` make of the step, up to the first that is within the budget: what is
+        planned is never behind."""
+        if self.before.total <= self.limit or self.room <= 0:
+            return
+        made: list[tuple[int, int, Level, list[Any]]] = []
+        for policy in POLICIES:
             self.planner.log = []
             level = self.planner.by_policy(self.program, policy, float(self.room))
-            near = level.peak <= _ALMOST * self.room + self.before.outputs
-            if not fits or (near and level.flops < least / _CHEAP and time.process_time() <= self.until):
-                self.look(level, float(self.room))
+            made.append((level.flops, len(made), level, self.planner.log))
+        for _, _, level, log in sorted(made, key=lambda row: row[:2]):
+            if level.peak <= _ALMOST * self.room + self.before.outputs:
+                self.planner.log = log
+                if self.look(level, float(self.room)).memory.temporaries <= self.room:
+                    break
 
     def look(self, level: Level, beyond: float) -> Candidate:
         """The program of a level, as XLA orders it in the way that took less before; both ways are tried at first,
