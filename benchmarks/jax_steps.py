@@ -4,10 +4,10 @@
 
 Of each step: what XLA says that the program takes as it is, with each stock policy (`jax.checkpoint` around each
 block of the model; the better of XLA's default order and its order for memory), fitted to the bytes of each policy
-that saves any (and 0.1 % more), and fitted to each budget; with floating-point operations over those of the step as it is, as XLA
-counts them (the body of a loop once), also for fitted steps. Values are compared with the step's. Needs flax,
-equinox and optax. ``--write`` puts the table into docs/benchmarks.md; ``--read`` takes rows that runs with ``--json``
-printed, for several steps at a time.
+that saves any (and 0.1 % more), and fitted to each budget; with floating-point operations over those of the step as
+it is, as XLA counts them (the body of a loop once), also for fitted steps. Values are compared with the step's. Needs
+flax, equinox and optax. ``--write`` puts the table into docs/benchmarks.md; ``--read`` takes rows that runs with
+``--json`` printed, for several steps at a time.
 """
 
 from __future__ import annotations
