@@ -104,7 +104,7 @@ _TRIES = 4
 _NEAR, _CHEAP = 0.95, 1.005
 """A plan that needs at least this part of the budget's temporaries, or at most this many times the operations that
 must be, is not improved upon."""
-_ALMOST, _CLOSE = 1.3, 1.1
+_ALMOST, _CLOSE = 2.0, 1.1
 """How far from the budget's temporaries a policy's program may be that is looked at all the same; and one in XLA's
 other order, by what that took before."""
 _LEAST = 0.5
@@ -188,7 +188,7 @@ class Search:
                 low = max(low, takes)
                 if level.flops <= _CHEAP * self._flops or made.memory.temporaries >= _NEAR * self.room:
                     break
-                following = min(takes + 0.9 * spare, (low + high) / 2)
+                following = min(min(beyond, high) + 0.9 * spare, (low + high) / 2)
             elif low > 0:
                 high = min(high, takes)
                 following = (low + high) / 2
