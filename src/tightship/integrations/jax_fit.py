@@ -321,7 +321,7 @@ class _Planning:
         drops = "differentiated=True" in str(self.traced.jaxpr)  # checkpoints that make something again
         if before.total <= limit and not drops:
             return self._given(lowered, limit, operations)
-        search = Search(self.program, self.leaves, self.donated, limit, before, until)
+        search = Search(self.program, self.leaves, self.donated, limit, before, until, operations)
         try:
             best, compiled = search.run()
         except Infeasible:

@@ -89,7 +89,7 @@ def compile_for(lowered: Any, *, memory: bool, quick: bool, rough: bool = False)
 @dataclass(frozen=True)
 class Candidate:
     """A program that was compiled to be looked at. ``log``: how it was decided, for ``beyond`` bytes; ``order``:
-    in XLA's order for memory."""
+    in XLA's order for memory; ``operations``: as XLA counts them."""
 
     lowered: Any
     memory: Memory
@@ -97,10 +97,11 @@ class Candidate:
     level: Level
     beyond: float
     log: list[Any]
+    operations: float = 0.0
 
 
-_TRIES = 4
-"""Programs at most that are compiled to be looked at once one is within the budget; twice as many before."""
+_AT_LEAST, _TRIES = 2, 4
+"""Plans that are looked at however long it takes, and at most once one is within the budget; twice as many before."""
 _NEAR, _CHEAP = 0.95, 1.005
 """A plan that needs at least this part of the budget's temporaries, or at most this many times the operations that
 must be, is not improved upon."""
@@ -125,6 +126,7 @@ class Search:
     limit: int
     before: Memory
     until: float
+    operations: float = 0.0
     tried: list[int] = field(default_factory=list)
     found: list[Candidate] = field(default_factory=list)
 
@@ -153,14 +155,17 @@ class Search:
             fits = self.fitting()
             if not fits:
                 break
-            best = min(fits, key=lambda c: (c.level.flops, c.level.again, c.memory.total))
+            best = min(fits, key=lambda c: (c.level.flops, c.operations, c.memory.total))
             compiled = compile_for(best.lowered, memory=best.order, quick=False)
             total = memory_of(compiled).total
             if total <= self.limit:
                 return best, compiled
-            self._more = max(self._more, total - best.memory.total)
+            wrong = total - best.memory.total
+            self._more = max(self._more, wrong)
             self.found.remove(best)
-            self._planned()
+            beyond = min(best.beyond, float(best.level.peak)) - 1.1 * wrong
+            self.planner.log = []
+            self.look(self.planner.level(self.program, max(0.0, beyond)), max(0.0, beyond))
         raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
 
     def fitting(self) -> list[Candidate]:
@@ -173,20 +178,20 @@ class Search:
         if beyond >= unplanned_bytes(self.program):
             beyond = math.inf
         for tries in range(2 * _TRIES):
-            late = time.process_time() > self.until
+            late = tries >= (_AT_LEAST if low > 0 else _TRIES) and time.process_time() > self.until
             fits = self.fitting()
-            if self.room <= 0 or (fits and (tries >= _TRIES or late)):
+            if self.room <= 0 or (fits and ((low > 0 and tries >= _TRIES) or late)):
                 break
             self.planner.log = []
             level = self.planner.level(self.program, beyond)
-            if tries and level.flops >= min((c.level.flops for c in fits), default=math.inf) and low == 0:
+            if tries and level.flops > min((c.level.flops for c in fits), default=math.inf) and low == 0:
                 break
             takes = min(beyond, float(level.peak))
             made = self.look(level, beyond)
             spare = self.room - made.memory.temporaries
             if spare >= 0:
                 low = max(low, takes)
-                if level.flops <= _CHEAP * self._flops or made.memory.temporaries >= _NEAR * self.room:
+                if self._cheap(made) or made.memory.temporaries >= _NEAR * self.room:
                     break
                 following = min(min(beyond, high) + 0.9 * spare, (low + high) / 2)
             elif low > 0:
@@ -194,11 +199,16 @@ class Search:
                 following = (low + high) / 2
             else:
                 high = min(high, takes)
-                following = min(0.93 * takes, takes + spare / self._slope(takes, made.memory.temporaries))
+                following = min(0.97 * takes, takes + spare / self._slope(takes, made.memory.temporaries))
                 following = max(following, _LEAST * self.room) if beyond > _LEAST * self.room else 0.0
             if beyond == 0.0 or following < 0 or abs(following - beyond) < 0.01 * following:
                 break
             beyond = following
+
+    def _cheap(self, made: Candidate) -> bool:
+        """Whether next to nothing is left to win: neither by the model, nor by XLA's count."""
+        most = _CHEAP * self.operations if self.operations else math.inf
+        return made.level.flops <= _CHEAP * self._flops and made.operations <= most
 
     def _slope(self, takes: float, made: int) -> float:
         """By how much the program shrank for each byte that was taken from the plan before it."""
@@ -238,9 +248,12 @@ class Search:
             ):
                 continue
             lowered = made[0].lowered if made else self.lower(level)
-            memory = memory_of(compile_for(lowered, memory=order, quick=True, rough=True))
+            compiled = compile_for(lowered, memory=order, quick=True, rough=True)
+            memory = memory_of(compiled)
             self.tried.append(memory.total)
-            self._looks[key, order] = Candidate(lowered, memory, order, level, beyond, log)
+            self._looks[key, order] = Candidate(
+                lowered, memory, order, level, beyond, log, operations_of(compiled)
+            )
             self.found.append(self._looks[key, order])
         made = sorted((c for (k, _), c in self._looks.items() if k == key), key=lambda c: c.memory.total)
         if len(made) > 1:
