@@ -422,6 +422,22 @@ def test_what_a_shard_map_hands_on_is_planned(inside, checked) -> None:
     assert fitted.fits[0].memory.total <= fitted.fits[0].budget
 
 
+def test_what_is_made_again_in_a_shard_map_differs_from_device_to_device_as_before() -> None:
+    """A weight that is the same on all devices is not held back by an activation that is not."""
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), jax.sharding.PartitionSpec
+
+    def loss(params, x):
+        return jax.lax.pmean((in_a_row(params, x) ** 2).mean(), "data")
+
+    step = jax.value_and_grad(
+        jax.shard_map(loss, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())
+    )
+    fitted = tightship.jax.fit(step, "static+75%")
+    assert same(fitted(separate(weights()), X), jax.jit(step)(separate(weights()), X))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+    assert fitted.fits[0].repeated > 0
+
+
 @pytest.mark.parametrize("kind", ["cond", "while", "scan in scan"])
 def test_training_inside_of_control_flow_is_planned(kind) -> None:
     inner = step_of(in_a_row)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jax
 from jax.extend import core
 
-from tightship.frontends.jax_program import FREE, Equation, Ops, Program, inlined, merged, on_values
+from tightship.frontends.jax_program import FREE, Equation, Ops, Program, inlined, merged, on_values, varying
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import aligned
 
@@ -234,7 +234,7 @@ class _Loops:
         return range(told, told + around)
 
     def outside(self, aval: Any) -> Any:
-        return _Array((self.forward.made.params["length"], *aval.shape), aval.dtype, _varying(aval))
+        return _Array((self.forward.made.params["length"], *aval.shape), aval.dtype, varying(aval))
 
     def bind(self, halves: Halves) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
         consts, carry, told, around = self._counts
@@ -284,8 +284,8 @@ class _Shards:
     def _axes(self, aval: Any) -> tuple[Any, ...]:
         p = self.forward.made.params
         axes = p["newly_manual_axes"]
-        varying = _varying(aval) if p["check_vma"] else axes
-        return tuple(n for n in p["mesh"].axis_names if n in axes and n in varying)
+        differs = varying(aval) if p["check_vma"] else axes
+        return tuple(n for n in p["mesh"].axis_names if n in axes and n in differs)
 
     def outside(self, aval: Any) -> Any:
         shape = tuple(aval.shape) or (1,)
@@ -324,14 +324,6 @@ class _Shards:
             return _shard(q, body, values, takes, q["out_specs"])
 
         return first, second
-
-
-def _varying(aval: Any) -> frozenset[Any]:
-    """The axes of a mesh along which a value differs from device to device."""
-    known: Any = getattr(aval, "vma", None)
-    if known is None:
-        known = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
-    return frozenset(known)
 
 
 @dataclass(frozen=True)
@@ -511,7 +503,7 @@ def _pair(program: Program, i: int, k: int, rows: Sequence[tuple[int, int]]) -> 
 
 
 def _alike(a: Any, b: Any) -> bool:
-    return bool(a.shape == b.shape and a.dtype == b.dtype and _varying(a) == _varying(b))
+    return bool(a.shape == b.shape and a.dtype == b.dtype and varying(a) == varying(b))
 
 
 def _append(to: Program, program: Program, inputs: Sequence[int]) -> list[Any]:
