@@ -52,9 +52,30 @@ def test_a_step_that_copies_loses_nothing(server: Server, scenario: str, fault: 
     assert judged(server, scenario, fault) == ""
 
 
+AROUND = [
+    Fault("twin"), Fault("threads"), Fault("twin", seconds=0.05), Fault("later", 1), Fault("earlier", 3),
+    Fault("homeless"), Fault("no compiler"), Fault("read-only", 1, stays=True),
+]  # fmt: skip
+CHANGED = [
+    *(("plan --json", fault) for fault in AROUND),
+    *(("plan MODEL, optimized", fault) for fault in AROUND[:3]),
+    *(("fit, kept", fault) for fault in AROUND[:2]),
+    *(
+        pytest.param(name, fault, marks=pytest.mark.slow)
+        for name in ("fit, kept", "fit, build")
+        for fault in AROUND[2:]
+    ),
+]
+
+
+@pytest.mark.parametrize(("scenario", "fault"), CHANGED, ids=str)
+def test_what_is_around_a_process_changes_no_answer(server: Server, scenario: str, fault: Fault) -> None:
+    assert judged(server, scenario, fault) == ""
+
+
 def test_the_judge_can_say_no(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file that is cut off, one that nobody asked for, a status that is none, and a word that is missing."""
-    ended = {"status": 0, "hangs": False, "calls": 4, "hindered": 1, "stderr": ""}
+    ended = {"status": 0, "hangs": False, "calls": 4, "hindered": 1, "twin": 0, "stderr": ""}
     monkeypatch.setattr(Server, "run", lambda self, scenario, fault: ended)
     out = server.base / "case" / "out"
     assert "was not written" in judged(server, "plan --json", Fault())

@@ -150,6 +150,42 @@ def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert cache.default_folder() is None
 
 
+_LITTLE_MEMORY = """
+import os, resource, sys
+from tightship.files import from_json, to_json
+from tightship.serde import GraphDocument
+
+text = open(sys.argv[1], "rb").read()
+graph = from_json(text, GraphDocument)
+pages = int(open("/proc/self/statm").read().split()[0])
+
+def status(work, more):
+    child = os.fork()
+    if not child:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more,) * 2)
+        try:
+            work()
+        except MemoryError:
+            os._exit(3)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+for work in (lambda: to_json(graph), lambda: from_json(text, GraphDocument)):
+    print(*(status(work, k << 18) for k in range(80)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is Linux's")
+def test_json_is_refused_where_memory_runs_out_at_any_place(tmp_path: Path) -> None:
+    """msgspec's own functions end the process with SIGSEGV there."""
+    save_graph(random_graph(6, 3_000), tmp_path / "graph.json")
+    done = subprocess.run(
+        [sys.executable, "-c", _LITTLE_MEMORY, str(tmp_path / "graph.json")], capture_output=True, check=True
+    )
+    for line in done.stdout.decode().splitlines():
+        assert set(line.split()) == {"0", "3"}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is Linux's")
 def test_too_little_memory_is_a_sentence_and_json(tmp_path: Path) -> None:
     """Python and the imports need 150 MiB of address space."""
@@ -291,8 +327,10 @@ def test_a_file_of_any_name_is_written_by_way_of_a_part_that_is_written_whole_it
     other = tmp_path / ("n" * (length - 5) + "2.onnx")
     with part_of(target, ".onnx") as part, part_of(other, ".onnx") as neighbor:
         write_file(part, b"1")
+        remove_parts(tmp_path)  # as another process would: what is written here is not left
         write_file(neighbor, b"2")
         write_file(part, b"3")
+        remove_parts(tmp_path, target.name)
         assert part.read_bytes() == b"3" and neighbor.read_bytes() == b"2"
         os.replace(part, target)
     assert [p.name for p in tmp_path.iterdir()] == [target.name]

@@ -1,4 +1,8 @@
-"""Files read whole and written whole: a file appears complete or not at all, and what the system refuses is said."""
+"""Files read whole and written whole: a file appears complete or not at all, and what the system refuses is said.
+
+JSON is read and written here, because msgspec 0.22 ends the process (SIGSEGV) where memory runs out in ``encode`` or
+``decode``: a limit of the address space, a system that does not overcommit. Here that is a ``MemoryError``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO, Final, TypeAlias
+from typing import IO, Any, BinaryIO, Final, TypeAlias, TypeVar
+
+import msgspec
 
 from tightship.errors import BadInput
 
@@ -25,12 +31,14 @@ __all__ = [
     "begins_with",
     "default_folder",
     "folder_of",
+    "from_json",
     "open_regular",
     "part_of",
     "read_bytes",
     "read_most",
     "remove_parts",
     "scratch_folder",
+    "to_json",
     "unreadable",
     "unwritable",
     "write_file",
@@ -104,6 +112,34 @@ def read_most(file: IO[bytes], limit: int, size: int) -> bytes:
 
 _PIECE: Final = 1 << 20
 
+_T = TypeVar("_T")
+
+
+def to_json(value: Any) -> bytes:
+    """JSON of what msgspec knows. Raises ``TypeError`` and others as ``msgspec.json.encode``."""
+    data = bytearray()
+    _ENCODER.encode_into(value, data)  # a buffer that can be asked for in words, unlike that of `encode`
+    return bytes(data)
+
+
+def from_json(data: bytes, kind: type[_T]) -> _T:
+    """What JSON says, of a kind. Raises ``msgspec.ValidationError`` and others as ``msgspec.json.decode``."""
+    import numpy as np  # here, because what reads no JSON needs none of it
+
+    np.empty(_decoded_bytes(data), np.uint8)  # takes no memory, but is refused where there is none to have
+    return msgspec.json.decode(data, type=kind)
+
+
+def _decoded_bytes(data: bytes) -> int:
+    """At most what the objects of a JSON document take: its text, and by what begins or ends each, strings that are
+    no keys (56 bytes), numbers and places in lists (44), lists (72) and structs (240)."""
+    text = len(data) if data.isascii() else 4 * len(data)
+    strings = max(0, data.count(b'"') - 2 * data.count(b'":'))
+    return text + 28 * strings + 44 * data.count(b",") + 72 * data.count(b"[") + 240 * data.count(b"{")
+
+
+_ENCODER: Final = msgspec.json.Encoder()
+
 
 def write_file(path: PathLike, data: bytes) -> None:
     """A new file beside the old one takes its name when it is complete; a link stays a link."""
@@ -129,12 +165,15 @@ _PARTS: Final = rf"(\.[0-9a-f]{{8}}({'|'.join(map(re.escape, _ENDINGS))}))+"
 _LONGEST: Final = 50
 """Characters of a file's name that are in that of its parts."""
 _TRIES: Final = 5
+_HELD: Final[dict[str, int]] = {}
+"""The parts that this process writes, with the open file by which each is locked."""
 
 
 @contextlib.contextmanager
 def part_of(target: Path, ending: str = ".tmp") -> Iterator[Path]:
     """An empty file beside ``target``, to be written and to take its name. It is gone with the context, and so are
-    parts that processes left which were killed: whoever lives has a lock on theirs. Raises ``OSError``."""
+    parts that processes left which were killed: whoever lives has a lock on theirs, also on a part that a part of its
+    own has replaced. Raises ``OSError``."""
     part, handle = target, -1
     try:
         for _ in range(_TRIES):
@@ -145,10 +184,15 @@ def part_of(target: Path, ending: str = ".tmp") -> Iterator[Path]:
                 break
             os.close(handle)  # somebody else took it for one that was left
             handle = -1
+        _HELD[os.path.realpath(part)] = handle
         yield part
     finally:
+        handle = _HELD.pop(os.path.realpath(part), handle)
         if part != target:
             part.unlink(missing_ok=True)
+        outer = os.path.realpath(target)
+        if handle >= 0 and outer in _HELD and os.fstat(handle).st_nlink:  # it is what lies there now
+            handle, _HELD[outer] = _HELD[outer], handle
         if handle >= 0:
             os.close(handle)
     remove_parts(target.parent, target.name)

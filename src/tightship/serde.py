@@ -25,7 +25,7 @@ import msgspec
 
 from tightship import machine
 from tightship.errors import BadInput
-from tightship.files import PathLike, read_bytes, write_file
+from tightship.files import PathLike, from_json, read_bytes, to_json, write_file
 from tightship.graph import DEEPEST, Graph, Op, Request, Storage, Value
 from tightship.machine import MODELED, Machine
 from tightship.plan import FORMS, KINDS, Inner, Plan, Residence, Step
@@ -459,7 +459,7 @@ class _Header(msgspec.Struct):
 
 def _encode(doc: Any, cls: Any, place: str) -> bytes:
     try:
-        data = msgspec.json.encode(doc)
+        data = to_json(doc)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadInput(f"cannot be written as JSON: {error}", place=place) from error
     _decode(data, cls, "", place)  # never write what cannot be read: an index of 2**63, a time of nan
@@ -468,7 +468,7 @@ def _encode(doc: Any, cls: Any, place: str) -> bytes:
 
 def _decode(data: bytes, cls: Any, format_: str, place: str) -> Any:
     try:
-        return msgspec.json.decode(data, type=cls)
+        return from_json(data, cls)
     except RecursionError as error:
         raise BadInput("lists or objects nested too deep", place=place) from error
     except msgspec.ValidationError as error:

@@ -20,6 +20,7 @@ from tightship import errors, simulate
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
 from tightship.frontends.torch import compat_inductor, compat_inductor_lines, compat_inductor_partitions
+from tightship.frontends.torch.capture.fused import fuse
 from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.integrations import torch_inductor
@@ -865,6 +866,18 @@ def joint_of(model, x):
     nop = make_boxed_compiler(lambda gm, _: gm.forward)
     aot_function(loss, nop, nop, partition_fn=keep)(params, x)
     return found[0]
+
+
+def test_the_model_of_fused_code_has_what_attention_makes():
+    """fx calls attention impure, as it may draw random numbers; its results are results all the same."""
+    joint, outputs = joint_of(nn.Sequential(*(Attending(False) for _ in range(3))), torch.randn(4, 64, 16))
+    model = fuse(joint, outputs)
+    attention = [k for k, n in model.calls.items() if "attention" in n.name and not model.is_late(n)]
+    assert len(attention) == 3
+    assert all(model.graph.ops[k].outputs and model.graph.ops[k].pure for k in attention)
+    parts = {u.name for n in joint.graph.nodes if "attention" in n.name for u in n.users if u.users}
+    assert parts
+    assert parts <= set(model.nodes.values())
 
 
 def test_tags_say_what_is_saved_and_a_partitioner_of_torchs_follows_them():

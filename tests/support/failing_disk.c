@@ -3,7 +3,7 @@
 // Preloaded, it counts every call that writes, makes, renames, links or reads back by place (pread) a file under the
 // folder that `failing_disk_arm` was given, in this process and, by a counter in shared memory, in its children.
 // At the n-th, and with `stays` at all later ones, it does what was asked for: an error, a write of half the bytes,
-// or a signal. Removing files is never hindered: full disks let that happen.
+// a signal, or a clock that is set. Removing files is never hindered: full disks let that happen.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -17,14 +17,19 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/types.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { SHORT = -1 };  // beside numbers of errors, which are positive; signals are -(100 + their number)
+// Beside numbers of errors, which are positive; signals are -(100 + their number).
+enum { SHORT = -1, LATER = -2, EARLIER = -3 };
+
+enum { JUMP = 400 * 24 * 3600 };  // seconds
 
 static char under[PATH_MAX];
 static long at, stays, what;
-static atomic_long* count;  // [0] calls, [1] those that were hindered
+static atomic_long* count;  // [0] calls, [1] those that were hindered, [2] seconds by which the clock was set
 
 #define NEXT(name) ((__typeof__(&name))next(#name))
 
@@ -34,7 +39,7 @@ static void* next(const char* name) { return dlsym(RTLD_NEXT, name); }
 void failing_disk_arm(const char* folder, long n, long kind, long stay) {
     if (!count)
         count = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    count[0] = count[1] = 0;
+    count[0] = count[1] = count[2] = 0;
     at = n, what = kind, stays = stay;
     snprintf(under, sizeof under, "%s", folder);
 }
@@ -66,6 +71,10 @@ static int asked(int counts) {
     const long now = atomic_fetch_add(&count[0], 1) + 1;
     if (!at || (stays ? now < at : now != at)) return 0;
     atomic_fetch_add(&count[1], 1);
+    if (what == LATER || what == EARLIER) {
+        count[2] = what == LATER ? JUMP : -JUMP;
+        return 0;
+    }
     if (what <= -100) {
         if (now == at) kill(getpid(), (int)(-what - 100));  // whichever thread has it: this one may hear none
         return 0;
@@ -152,4 +161,23 @@ RENAMES(link)
 int mkdir(const char* path, mode_t mode) {
     if (refused(inside(path))) return -1;
     return ((int (*)(const char*, mode_t))next("mkdir"))(path, mode);
+}
+
+// The time of day, which may be set at any time; clocks that only go forward are left alone.
+int clock_gettime(clockid_t clock, struct timespec* now) {
+    const int failed = NEXT(clock_gettime)(clock, now);
+    if (!failed && clock == CLOCK_REALTIME && count) now->tv_sec += count[2];
+    return failed;
+}
+
+int gettimeofday(struct timeval* restrict now, void* restrict zone) {
+    const int failed = ((int (*)(struct timeval*, void*))next("gettimeofday"))(now, zone);
+    if (!failed && count) now->tv_sec += count[2];
+    return failed;
+}
+
+time_t time(time_t* now) {
+    struct timespec real;
+    clock_gettime(CLOCK_REALTIME, &real);
+    return now ? *now = real.tv_sec : real.tv_sec;
 }

@@ -1,4 +1,5 @@
-"""Faults: a file system that fails at the n-th write, signals at the n-th or at some time, too little memory.
+"""Faults: a file system that fails at the n-th write, signals at the n-th or at some time, too little memory, a clock
+that is set, a second process at the same work, threads and forks, and surroundings that lack something.
 
 A server imports everything once and forks a process for each case. The process runs a scenario (a verb that writes
 files, a step that is fitted and trained) in a folder of its own, which is all that the disk that fails knows
@@ -21,9 +22,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +37,18 @@ OTHERS = re.compile(r"\.ses|torchinductor_.*|__pycache__|[a-z0-9_]{8}")
 """What onnxruntime and torch keep in the system's folder for temporary files, and Python's look whether it is one."""
 STDOUT = "said.json"
 """What a shell sends somewhere: nobody can write that whole or not at all."""
-LONGEST = 60
+LONGEST = 180
 """Seconds after which a case hangs."""
 OLD = b"what was there before\n"
 SHORT = -1
-ERRORS = {"full": 28, "io": 5, "short": SHORT}
+CLOCKS = {"later": -2, "earlier": -3}
+"""The clock is set, by more than a year."""
+ERRORS = {"full": 28, "io": 5, "short": SHORT, "read-only": 30, **CLOCKS}
+SURROUNDINGS = ("homeless", "no compiler", "threads")
+"""A user of whom the system knows nothing, without a home; no compiler; another thread that plans and forks."""
+KINDS = (
+    "full", "full", "io", "io", "short", "kill", "int", "term", "memory", "read-only", "twin", *CLOCKS, *SURROUNDINGS
+)  # fmt: skip
 SIGNALS = {"kill": signal.SIGKILL, "int": signal.SIGINT, "term": signal.SIGTERM}
 STATUS = {"kill": {-9}, "int": {130, -2}, "term": {143, -15}}
 
@@ -54,7 +63,8 @@ def why_not() -> str:
 @dataclass(frozen=True)
 class Fault:
     """``kind`` at the ``at``-th call that writes; ``stays``: at all later ones, too. ``seconds``: a signal so long
-    after the beginning instead. ``memory``: so many bytes more than at the beginning are there."""
+    after the beginning instead. ``memory``: so many bytes more than at the beginning are there. ``twin``: a second
+    process does the same beside it, in the same places, and is killed after ``seconds``."""
 
     kind: str = ""
     at: int = 0
@@ -65,6 +75,8 @@ class Fault:
     def __str__(self) -> str:
         if self.memory:
             return f"memory {self.memory >> 20} MiB"
+        if not self.at and self.seconds < 0:
+            return self.kind
         when = (
             f"after {self.seconds:.3f} s"
             if self.seconds >= 0
@@ -300,46 +312,77 @@ def _import_all() -> None:
 
 
 def _forked(base: Path, case: dict[str, Any]) -> dict[str, Any] | None:
+    """How the process ended, or None in a process that was forked."""
     disk = ctypes.CDLL(None)
     kind, seconds = case["kind"], case["seconds"]
     what = ERRORS.get(kind) or (-100 - int(SIGNALS[kind]) if kind in SIGNALS else 0)
-    disk.failing_disk_arm(
-        f"{base}/case/".encode(), case["at"] if seconds < 0 else 0, what, int(case["stays"])
+    folder = f"{base}/case/" + (
+        "out/cache/" if kind == "read-only" and SCENARIOS[case["scenario"]].torch else ""
     )
+    disk.failing_disk_arm(folder.encode(), case["at"] if seconds < 0 else 0, what, int(case["stays"]))
+    begun, child = _begun()
+    if not child:
+        return None
+    other = 0
+    if kind == "twin":
+        case["stderr"] = "stderr-twin"
+        _, other = _begun()
+        if not other:
+            return None
+    signals = [(seconds, child, SIGNALS[kind])] if kind in SIGNALS and seconds >= 0 else []
+    signals += [(seconds, other, signal.SIGKILL)] if other and seconds >= 0 else []
+    ended, hangs = _ends([child, *([other] if other else [])], begun, signals)
+    twin = ended.get(other, 0)
+    return {
+        "status": ended[child], "hangs": hangs, "calls": disk.failing_disk_calls(),
+        "hindered": disk.failing_disk_hindered(), "twin": 0 if twin == -9 and seconds >= 0 else twin,
+    }  # fmt: skip
+
+
+def _begun() -> tuple[float, int]:
+    """When the process that is forked has begun, and which it is; 0 in itself."""
     ready, begun = os.pipe()
     child = os.fork()
     if not child:
         os.close(ready)
         os.dup2(begun, 99)
-        return None
+        return 0.0, 0
     os.close(begun)
     os.read(ready, 1)
     os.close(ready)
-    began = time.monotonic()
-    signals = [(LONGEST, signal.SIGKILL)]
-    if kind in SIGNALS and seconds >= 0:
-        signals.insert(0, (seconds, SIGNALS[kind]))
+    return time.monotonic(), child
+
+
+def _ends(
+    children: list[int], began: float, signals: list[tuple[float, int, signal.Signals]]
+) -> tuple[dict[int, int], bool]:
+    """The exit statuses, once all have ended, and whether one had to be killed for not ending."""
+    ended: dict[int, int] = {}
     hangs = False
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        if time.monotonic() - began >= signals[0][0]:
-            hangs = signals[0][0] == LONGEST
-            os.kill(child, signals.pop(0)[1])
+    while len(ended) < len(children):
+        for child in children:
+            done, status = os.waitpid(child, os.WNOHANG) if child not in ended else (0, 0)
+            if done:
+                ended[child] = os.waitstatus_to_exitcode(status)
+        now = time.monotonic() - began
+        if now >= LONGEST and not hangs:
+            hangs = True
+            signals = [(0.0, child, signal.SIGKILL) for child in children]
+        for due in [due for due in signals if now >= due[0]]:
+            signals.remove(due)
+            if due[1] not in ended:
+                os.kill(due[1], due[2])
         time.sleep(0.002)
-    ended = os.waitstatus_to_exitcode(status)
-    return {
-        "status": ended, "hangs": hangs, "calls": disk.failing_disk_calls(), "hindered": disk.failing_disk_hindered()
-    }  # fmt: skip
+    return ended, hangs
 
 
 def _run(base: Path, case: dict[str, Any]) -> None:
     """Does not return: the process ends as a program does, with all that is done at its end."""
-    folder = base / "case"
+    folder, kind = base / "case", case["kind"]
     os.chdir(folder / "out")
     os.environ["TMPDIR"], tempfile.tempdir = str(folder / "tmp"), None
-    for number, name in ((0, os.devnull), (1, base / "stdout"), (2, base / "stderr")):
+    said = (base / "stdout", base / case.get("stderr", "stderr"))
+    for number, name in enumerate((os.devnull, *said)):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -350,7 +393,60 @@ def _run(base: Path, case: dict[str, Any]) -> None:
 
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + case["memory"], resource.RLIM_INFINITY))
-    sys.exit(SCENARIOS[case["scenario"]].run(folder / "out", base / "in"))
+    with _surroundings(kind):
+        status = SCENARIOS[case["scenario"]].run(folder / "out", base / "in")
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def _surroundings(kind: str) -> Iterator[None]:
+    if kind == "homeless":
+        import pwd
+
+        def unknown(user: int) -> Any:
+            raise KeyError(f"getpwuid(): uid not found: {user}")
+
+        pwd.getpwuid = unknown
+        for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME", "TIGHTSHIP_CACHE"):
+            os.environ.pop(name, None)
+    if kind == "no compiler":
+        os.environ["PATH"] = "/nonexistent"
+        for name in ("CC", "CXX"):
+            os.environ.pop(name, None)
+    if kind != "threads":
+        yield
+        return
+    over = threading.Event()
+    beside = threading.Thread(target=_plan_and_fork, args=(over,))
+    beside.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beside.join()
+
+
+def _plan_and_fork(over: threading.Event) -> None:
+    """What another thread does all the while: it plans, and forks processes that plan."""
+    from support.strategies import random_graph
+    from tightship.planners import default
+
+    def work(seed: int) -> None:
+        graph = random_graph(seed % 16, 8, effect=0.0, calls=0.0)
+        default.plan(graph, None, default.Options(seconds=5.0, work=2_000))
+
+    for seed in range(1_000):
+        if over.wait(0.01):
+            return
+        work(seed)
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                work(seed + 1)
+                os._exit(0)
+            os._exit(1)
+        if os.waitpid(child, 0)[1]:
+            sys.stderr.write("Traceback of a process that another thread forked\n")
 
 
 class Server:
@@ -411,6 +507,10 @@ class Server:
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         answer["stderr"] = (self.base / "stderr").read_text(errors="replace")
+        if answer["twin"]:
+            answer["stderr"] += (
+                f"; its twin, {answer['twin']}: {(self.base / 'stderr-twin').read_text(errors='replace')}"
+            )
         return answer
 
 
@@ -418,10 +518,14 @@ class Server:
 
 
 def random_fault(server: Server, scenario: str, rng: random.Random) -> Fault:
-    kind = rng.choice(("full", "full", "io", "io", "short", "kill", "int", "term", "memory"))
+    kind = rng.choice(KINDS)
     if kind == "memory":
         return Fault(kind, memory=rng.choice((1, 2, 4, 8, 16, 32, 64, 128, 256)) << 20)
-    if kind in SIGNALS and (rng.random() < 0.5 or not server.calls(scenario)):
+    if kind in SURROUNDINGS or (kind == "twin" and rng.random() < 0.5):
+        return Fault(kind)
+    if kind == "read-only":
+        return Fault(kind, 1, stays=True)
+    if kind == "twin" or (kind in SIGNALS and (rng.random() < 0.5 or not server.calls(scenario))):
         return Fault(kind, seconds=rng.random() * (4.0 if SCENARIOS[scenario].torch else 1.0))
     return Fault(
         kind, rng.randint(1, max(1, server.calls(scenario))), kind not in SIGNALS and rng.random() < 0.5
@@ -432,8 +536,9 @@ def judged(server: Server, scenario: str, fault: Fault) -> str:
     """What of the promises was broken, empty if nothing was."""
     server.clean(scenario)
     ended = server.run(scenario, fault)
-    said = _wrong_end(fault, ended) or _wrong_files(
-        server, scenario, ended["status"], killed=fault.kind == "kill"
+    killed = fault.kind == "kill" or (fault.kind == "twin" and fault.seconds >= 0)
+    said = _wrong_end(scenario, fault, ended) or _wrong_files(
+        server, scenario, ended["status"], killed=killed
     )
     if said:
         return f"{scenario}, {fault}: {said}; {_last(ended['stderr'])}"
@@ -443,26 +548,25 @@ def judged(server: Server, scenario: str, fault: Fault) -> str:
     return f"{scenario}, {fault}, then again: {said}; {_last(again['stderr'])}" if said else ""
 
 
-def _kills(scenario: str, fault: Fault) -> bool:
-    """Whether nobody can look after what is left: programs that fit decide themselves what ``SIGTERM`` does."""
-    return fault.kind == "kill" or (fault.kind == "term" and SCENARIOS[scenario].torch)
-
-
 def _last(text: str) -> str:
     return text.strip()[-400:]
 
 
-def _wrong_end(fault: Fault, ended: dict[str, Any]) -> str:
+def _wrong_end(scenario: str, fault: Fault, ended: dict[str, Any]) -> str:
     status, said = ended["status"], ended["stderr"]
     if ended["hangs"]:
         return f"takes more than {LONGEST} s"
     if "Traceback" in said or "internal error" in said:
         return f"status {status}, a traceback or an internal error"
     allowed = {0} | STATUS.get(fault.kind, set())
-    if fault.kind in ("full", "io") and ended["hindered"]:
+    if fault.kind in ("full", "io", "read-only") and ended["hindered"]:
         allowed |= {2}
+    if fault.kind == "read-only" and SCENARIOS[scenario].torch:  # a cache that is not there
+        allowed = {0}
     if fault.kind == "memory":
         allowed |= {2, 3}
+    if ended["twin"]:
+        return f"its twin ended with {ended['twin']}"
     if status not in allowed:
         return f"status {status}, not one of {sorted(allowed)}"
     words = {

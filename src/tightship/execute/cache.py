@@ -25,7 +25,15 @@ import torch
 
 from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, TightshipError
-from tightship.files import DEFAULT, default_folder, folder_of, remove_parts, write_file
+from tightship.files import (
+    DEFAULT,
+    default_folder,
+    folder_of,
+    from_json,
+    remove_parts,
+    to_json,
+    write_file,
+)
 from tightship.frontends.torch.capture.recorder import LOOKS, Look, Looks
 from tightship.graph import MOST_BYTES, Graph
 from tightship.options import filled
@@ -132,7 +140,7 @@ class Cache:
         known = {**self._read(), **self._known, **self._new}
         self._known = dict(islice(known.items(), max(0, len(known) - MOST_MEASUREMENTS), None))
         self._new = {}
-        error = _write(self.path, msgspec.json.encode(_File(self.machine, self._known)))
+        error = _write(self.path, to_json(_File(self.machine, self._known)))
         if error:
             self.note = f"measurements could not be kept: {error}"
 
@@ -140,7 +148,7 @@ class Cache:
         if self.path is None:
             return {}
         try:
-            file = msgspec.json.decode(self.path.read_bytes(), type=_File)
+            file = from_json(self.path.read_bytes(), _File)
         except FileNotFoundError:
             return {}
         except UNREADABLE as error:
@@ -186,7 +194,7 @@ class KeptLooks:
             return
         self._count = self._looks.count
         self._looks.learn(self._read())
-        error = _write(self._path, msgspec.json.encode(_LooksFile(self._machine, self._looks.known)))
+        error = _write(self._path, to_json(_LooksFile(self._machine, self._looks.known)))
         if error:
             self.note = f"what results look like could not be kept: {error}"
 
@@ -194,7 +202,7 @@ class KeptLooks:
         if self._path is None:
             return {}
         try:
-            file = msgspec.json.decode(self._path.read_bytes(), type=_LooksFile)
+            file = from_json(self._path.read_bytes(), _LooksFile)
         except FileNotFoundError:
             return {}
         except UNREADABLE as error:
@@ -240,7 +248,7 @@ class KeptPlans:
         if plan is not None:
             return plan
         made = advised(graph, budget, o, progress, like, least)
-        error = _write(path, msgspec.json.encode(_PlanFile(key, msgspec.Raw(dumps_plan(made)))))
+        error = _write(path, to_json(_PlanFile(key, msgspec.Raw(dumps_plan(made)))))
         if error:
             note = f"the plan could not be kept: {error}"
         else:
@@ -305,7 +313,7 @@ class KeptLeast:
             for old in list(_least_here)[:-_MOST_HERE]:
                 del _least_here[old]
         else:
-            _write(self._path(key), msgspec.json.encode(_PlanFile(key, msgspec.Raw(dumps_plan(plan)))))
+            _write(self._path(key), to_json(_PlanFile(key, msgspec.Raw(dumps_plan(plan)))))
             _remove_oldest(self.folder)
         return plan.budget
 
@@ -345,7 +353,7 @@ _least_here: dict[str, Plan] = {}
 
 def _plan_of_file(path: Path, key: str) -> Plan | None:
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_PlanFile)
+        file = from_json(path.read_bytes(), _PlanFile)
         plan, _ = loads_plan(bytes(file.plan), path.name)
     except (*UNREADABLE, TightshipError):
         return None
@@ -372,7 +380,7 @@ def _read_plan(path: Path, key: str, graph: Graph, budget: Budget | None) -> tup
     except OSError as error:
         return None, f"the plan kept in {path.name} cannot be read and is made again: {error}"
     try:
-        file = msgspec.json.decode(data, type=_PlanFile)
+        file = from_json(data, _PlanFile)
         plan, _ = loads_plan(bytes(file.plan), path.name)
         check(graph, plan)
         limit = None
@@ -464,7 +472,7 @@ class KeptPartitions:
         if self._path is None:
             return None
         try:
-            file = msgspec.json.decode(self._path.read_bytes(), type=_PartitionFile)
+            file = from_json(self._path.read_bytes(), _PartitionFile)
         except UNREADABLE:
             return None
         return (file.unplanned, file.chosen) if file.key == self._key else None
@@ -475,7 +483,7 @@ class KeptPartitions:
             return
         known = self.read()
         rows = {**({} if known is None else known[1]), str(budget): chosen}
-        write_kept(self._path, msgspec.json.encode(_PartitionFile(self._key, unplanned, rows)))
+        write_kept(self._path, to_json(_PartitionFile(self._key, unplanned, rows)))
 
     def forget(self) -> None:
         """Removes what does not hold any more."""

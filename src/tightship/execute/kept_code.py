@@ -22,6 +22,7 @@ import msgspec
 from tightship.errors import Unsupported
 from tightship.execute.cache import UNREADABLE, Unplanned, made_here, write_kept
 from tightship.execute.compiled import Asked, Measured, StepReplay
+from tightship.files import from_json, to_json
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.graph import MOST_BYTES
 
@@ -163,10 +164,10 @@ class KeptCode:
         key = self._key(what)
         path = self._path(key)
         try:
-            file = msgspec.json.decode(path.read_bytes(), type=_File)
+            file = from_json(path.read_bytes(), _File)
             if file.key != key or file.digest != hashlib.sha256(file.body).hexdigest():
                 return None
-            found = msgspec.json.decode(file.body, type=kind)
+            found = from_json(bytes(file.body), kind)
         except UNREADABLE:
             return None
         with contextlib.suppress(OSError):
@@ -174,9 +175,9 @@ class KeptCode:
         return found
 
     def _write(self, what: Sequence[Any], body: Any) -> None:
-        key, data = self._key(what), msgspec.json.encode(body)
+        key, data = self._key(what), to_json(body)
         file = _File(key, hashlib.sha256(data).hexdigest(), msgspec.Raw(data))
-        write_kept(self._path(key), msgspec.json.encode(file))
+        write_kept(self._path(key), to_json(file))
 
 
 def _digest(*parts: object) -> str:

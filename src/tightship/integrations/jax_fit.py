@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from tightship.errors import BadInput, Infeasible, Unsupported
-from tightship.files import DEFAULT, folder_of, write_file
+from tightship.files import DEFAULT, folder_of, from_json, to_json, write_file
 from tightship.frontends.jaxpr import flops_of
 from tightship.integrations.jax_levels import Level
 from tightship.integrations.jax_regions import program_of
@@ -334,7 +334,7 @@ class _Planning:
         if self.path is not None:
             sizes = (before.arguments, before.outputs, before.aliased, before.temporaries)
             row = _Kept(limit, sizes, operations, min(best.beyond, 1e300), best.order, best.log)
-            _keep(self.path, msgspec.json.encode(row))
+            _keep(self.path, to_json(row))
         return compiled, fit
 
     def _given(self, lowered: Any, limit: int, operations: float) -> tuple[Any, Fit]:
@@ -349,7 +349,7 @@ class _Planning:
         try:
             if self.path is None:
                 return None
-            row = msgspec.json.decode(self.path.read_bytes(), type=_Kept)
+            row = from_json(self.path.read_bytes(), _Kept)
             beyond = math.inf if row.beyond >= 1e300 else row.beyond
             before = Memory(*row.before)
             search = Search(self.program, self.leaves, self.donated, row.limit, before, self.until)

@@ -113,7 +113,7 @@ def _write_tags(
     saved = set(model.saved(plan))
     for node in joint.graph.nodes:
         if node.op == "call_function" and not model.is_late(node):
-            once = compat_inductor.draws(node) or compat_compile.mutates(node) or node.is_impure()
+            once = compat_inductor.runs_once(node)
             once = once or any(compat_inductor.draws(a) for a in node.all_input_nodes if _is_part(node))
             keep = once or node.name in saved or node in kept
             node.meta["recompute"] = _POLICY.MUST_SAVE if keep else _POLICY.MUST_RECOMPUTE

@@ -14,9 +14,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
-from tightship.files import write_file
+from tightship.files import to_json, write_file
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.report.numbers import BANDS, ResidenceRow, columns, label, moments, residence_rows
@@ -63,7 +61,7 @@ def write_trace(graph: Graph, plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the trace as JSON, compressed where the path ends in ``.gz``; complete or not at all."""
     other = {"planner": plan.planner, "peak": plan.peak, "budget": plan.budget}
     rows = {"traceEvents": events(graph, plan), "displayTimeUnit": "ms", "otherData": other}
-    data = msgspec.json.encode(rows)
+    data = to_json(rows)
     write_file(path, gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
 
 

@@ -17,11 +17,12 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch.compat import VERSION, is_random
+from tightship.frontends.torch.compat_compile import mutates
 from tightship.frontends.torch.compat_inductor_lines import ORIGIN
 
 __all__ = [
     "Pair", "as_planned", "copied", "digest", "draws", "extract", "origin", "overwritten_count", "results_of",
-    "stock_pair", "stock_saved", "with_backward",
+    "runs_once", "stock_pair", "stock_saved", "with_backward",
 ]  # fmt: skip
 
 
@@ -51,6 +52,12 @@ def draws(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload) and is_random(node.target, node.args, node.kwargs):
         return True
     return "inductor_seeds" in str(node.target)
+
+
+def runs_once(node: Node) -> bool:
+    """Whether a node may not run again: it draws, writes into what there is, or is seen from outside. fx takes what
+    may draw random numbers for impure, also where it draws none, as attention without dropout does."""
+    return draws(node) or mutates(node) or node.is_impure(impure_random=False)
 
 
 def overwritten_count(pair: Pair) -> int:

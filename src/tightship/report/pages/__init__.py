@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-import msgspec
-
+from tightship.files import to_json
 from tightship.report.packing import COLORS as AGES
 from tightship.report.packing import DARK as AGES_DARK
 from tightship.report.picture import COLORS, DARK
@@ -37,7 +36,7 @@ def page_of(
     web = files("tightship.report.pages").joinpath("web")
     shown = {"title": title, "about": about, "facts": facts, "sections": sections, "summary": summary}
     # Nothing of a model's names can end the script element.
-    data = visible(msgspec.json.encode(shown).decode()).replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    data = visible(to_json(shown).decode()).replace("</", "<\\/").replace("<!--", "<\\u0021--")
     style = web.joinpath("style.css").read_text(encoding="utf-8")
     style = style.replace("__LIGHT__", _variables(COLORS, AGES)).replace(
         "__DARK__", _variables(DARK, AGES_DARK)

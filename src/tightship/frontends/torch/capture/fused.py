@@ -337,7 +337,7 @@ class Fusing:
         reads: dict[int, None] = {}
         for a in n.all_input_nodes:
             reads |= self._leaves(a)
-        effect = compat_compile.mutates(n) or (n.is_impure() and not compat_inductor.draws(n))
+        effect = compat_inductor.runs_once(n) and not compat_inductor.draws(n)
         made = [] if effect else [u for u in n.users if u.target is operator.getitem] or [n]
         for m in made:
             for t in tensors_of(m):

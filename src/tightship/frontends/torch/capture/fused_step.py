@@ -266,7 +266,7 @@ class _Saving:
 
     def kept(self, node: Node) -> bool:
         """Whether the backward pass reads what there is."""
-        once = compat_inductor.draws(node) or compat_compile.mutates(node) or node.is_impure()
+        once = compat_inductor.runs_once(node)
         if node.target is operator.getitem:
             once = once or compat_inductor.draws(node.args[0])  # type: ignore[arg-type]
         return once or node in self.step.late or node.op != "call_function" or node.name in self.saved
