@@ -231,16 +231,19 @@ class BatchRequest:
 @dataclass(frozen=True)
 class SnapshotRequest:
     """What the memory snapshot in a file of PyTorch's says. ``seconds``: what placing the requests of each device may
-    take."""
+    take; ``alloc_conf``: settings of the allocator that are tried, too."""
 
     path: str | os.PathLike[str]
     seconds: float = 10.0
+    alloc_conf: str | None = None
 
     def solve(self) -> Explained:
+        from tightship.baselines.torch_allocator_settings import Settings
         from tightship.diagnose.snapshot import explain_snapshot
         from tightship.frontends.memory_snapshot import read_snapshot
 
-        found = explain_snapshot(read_snapshot(self.path), seconds=self.seconds)
+        tried = None if self.alloc_conf is None else Settings.parse(self.alloc_conf)
+        found = explain_snapshot(read_snapshot(self.path), seconds=self.seconds, settings=tried)
         return Explained(os.fspath(self.path), found)
 
 
@@ -508,16 +511,19 @@ def _alone(graph: Graph, sample: object) -> Graph:
 # --- what is there already ---
 
 
-def explain(path: str | os.PathLike[str], *, seconds: float = 10.0) -> Explained:
+def explain(
+    path: str | os.PathLike[str], *, seconds: float = 10.0, alloc_conf: str | None = None
+) -> Explained:
     """Why a device was full: what a memory snapshot of PyTorch's says (``torch.cuda.memory._dump_snapshot``).
 
-    Says which lines make up the peak, which bytes lie idle and what keeps them, and what ``empty_cache``,
-    ``expandable_segments`` or a planned arena would have saved. ``seconds``: what the search for the least arena may
-    take of each device. The file is not unpickled: nothing in it is run.
+    Says which lines make up the peak, which bytes lie idle and what keeps them, and what ``empty_cache``, settings of
+    the allocator or a planned arena would have saved. ``seconds``: what the search for the least arena may take of
+    each device; ``alloc_conf``: settings to try, as ``PYTORCH_ALLOC_CONF`` has them. The file is not unpickled:
+    nothing in it is run.
 
     Raises ``BadInput`` for what is no such snapshot, incomplete, or has anything but plain values.
     """
-    return SnapshotRequest(path, seconds).solve()
+    return SnapshotRequest(path, seconds, alloc_conf).solve()
 
 
 def violations(planned: Planned | Plan, graph: Graph | None = None) -> list[Violation]:

@@ -79,6 +79,20 @@ def test_differences_of_two_plans():
     assert not difference((graph, first), (graph, first)).rows
 
 
+def test_plans_of_two_machines_say_so():
+    from dataclasses import replace
+
+    from tightship.machine import Machine
+
+    graph = chain(8)
+    ops = tuple(replace(op, time=op.time / 4) for op in graph.ops)
+    other = replace(graph, ops=ops, machine=Machine(offload=2e9))
+    found = difference((graph, planned(graph, set())), (other, planned(other, set())))
+    assert "take 0.25 of the seconds" in found.machines and "copies to the host 1.86 GiB/s" in found.machines
+    assert "from the host" not in found.machines
+    assert not difference((graph, planned(graph, set())), (graph, planned(graph, set()))).machines
+
+
 def test_plans_of_different_graphs_are_matched_by_name():
     small, large = chain(6), chain(8)
     found = difference((small, planned(small, set())), (large, planned(large, set())))

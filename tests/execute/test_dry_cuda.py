@@ -158,14 +158,21 @@ print("held")
 
 
 ALLOCATOR = """
-import random
-from tightship.baselines.torch_allocator import CachingAllocator
+import os, random, torch
+from tightship.baselines.torch_allocator import CachingAllocator, OutOfMemory
+from tightship.baselines.torch_allocator_settings import Settings
+text, total = os.environ["PYTORCH_ALLOC_CONF"], int(os.environ["DRY_CUDA_BYTES"])
+settings = Settings.parse(text)
+if FRACTION: torch.cuda.set_per_process_memory_fraction(FRACTION)
+assert Settings.recorded(torch.cuda.memory._snapshot()["allocator_settings"]) == settings
+streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
 for seed in range(20):
     random.seed(seed)
     torch.cuda.empty_cache()
-    ours, kept = CachingAllocator(), []
-    for _ in range(300):
-        if kept and random.random() < 0.45:
+    kept = []
+    ours = CachingAllocator(settings, capacity=total, limit=int(FRACTION * total) if FRACTION else None)
+    for _ in range(400):
+        if kept and random.random() < 0.47:
             tensor, address = kept.pop(random.randrange(len(kept)))
             del tensor
             ours.free(address)
@@ -173,8 +180,20 @@ for seed in range(20):
             torch.cuda.empty_cache()
             ours.empty_cache()
         else:
-            size = random.choice([1, 5000, random.randrange(1, 1 << 20), random.randrange(1 << 20, 60 << 20)])
-            kept.append((torch.empty(size, dtype=torch.uint8, device="cuda"), ours.alloc(size)))
+            size = random.choice([1, 700_000, random.randrange(1, 1 << 20), random.randrange(1 << 20, 60 << 20)])
+            stream, tensor, address = int(random.random() < 0.2), None, None
+            try:
+                with torch.cuda.stream(streams[stream]):
+                    tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+            except torch.OutOfMemoryError:
+                pass
+            try:
+                address = ours.alloc(size, stream)
+            except OutOfMemory:
+                pass
+            assert (tensor is None) == (address is None), seed
+            kept += [] if tensor is None else [(tensor, address)]
+            del tensor
         assert torch.cuda.memory_reserved() == ours.reserved, seed
         assert torch.cuda.memory_allocated() == ours.allocated, seed
     kept.clear()
@@ -182,5 +201,24 @@ print("the same")
 """
 
 
-def test_the_simulated_allocator_reserves_what_torchs_does(dry):
-    assert dry_cuda.run(dry, "import torch\n" + ALLOCATOR) == "the same"
+@pytest.mark.parametrize("mebibytes", [400, 16384])
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "",
+        "roundup_power2_divisions:8",
+        "roundup_power2_divisions:[1:1,4:2,16:8,>:4]",
+        "max_split_size_mb:25",
+        "max_split_size_mb:25,max_non_split_rounding_mb:21",
+        "garbage_collection_threshold:0.6",
+        "large_segment_size_mb:40",
+        "expandable_segments:True",
+    ],
+)
+def test_the_simulated_allocator_reserves_what_torchs_does_in_each_setting(
+    dry, settings, fraction, mebibytes
+):
+    more = {"PYTORCH_ALLOC_CONF": settings, "DRY_CUDA_BYTES": str(mebibytes << 20), "DRY_CUDA_DRIVER": "1"}
+    environment = dry | more | {"TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0"}
+    assert dry_cuda.run(environment, f"FRACTION = {fraction}\n{ALLOCATOR}") == "the same"

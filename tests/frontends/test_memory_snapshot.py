@@ -1,7 +1,10 @@
 """Memory snapshots are read without being run: what PyTorch writes is understood, anything else is refused."""
 
+import gzip
+import json
 import pickle
 import pickletools
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from tightship import BadInput, _core
 from tightship.api import SnapshotRequest
 from tightship.baselines.torch_allocator import CachingAllocator
+from tightship.cli import main
 from tightship.frontends.memory_snapshot import NO_STACK, is_snapshot, read_snapshot
 
 RECORDED = Path(__file__).parents[1] / "data/snapshots/torch-2.13-two-streams.pickle"
@@ -117,9 +121,10 @@ def test_what_calls_a_function_is_refused_and_not_run(tmp_path, capsys, protocol
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([], "it holds a list"),
-        ({"a": 1}, "has 'segments', and this has none"),
-        ({"segments": []}, "has 'device_traces', and this has none"),
+        ([], "it holds an empty list"),
+        (3, "it holds an integer"),
+        ([3], r"segments\[0\].*'blocks' is missing"),
+        ({"a": 1}, "has 'segments' or 'device_traces', and this has neither"),
         ({"segments": {}, "device_traces": []}, "segments.*: a dict, and must be a list"),
         ({"segments": [3], "device_traces": []}, r"segments\[0\].*'blocks' is missing"),
         (
@@ -140,6 +145,132 @@ def test_what_calls_a_function_is_refused_and_not_run(tmp_path, capsys, protocol
 def test_what_is_no_snapshot_is_refused_with_its_place(tmp_path, value, said):
     with pytest.raises(BadInput, match=said):
         read_snapshot(write(tmp_path, value))
+
+
+def as_torch_1_13(snapshot):
+    """The list of segments, with the history of each block that was ever asked for."""
+    for segment in snapshot["segments"]:
+        del segment["segment_pool_id"], segment["is_expandable"], segment["frames"], segment["requested_size"]
+        for block in segment["blocks"]:
+            last = {"addr": block.pop("address"), "real_size": block.pop("requested_size")}
+            last["frames"] = block.pop("frames")
+            earlier = {"addr": last["addr"], "real_size": 7, "frames": []}
+            if block["state"] != "inactive":
+                block["history"] = [last, earlier]
+    return snapshot["segments"]
+
+
+def as_torch_2_0(snapshot):
+    segments = as_torch_1_13(snapshot)
+    for event in snapshot["device_traces"][0]:
+        del event["time_us"], event["pool_id"]
+    return {"segments": segments, "device_traces": snapshot["device_traces"]}
+
+
+def as_torch_2_1(snapshot):
+    """Before private pools, expandable segments and annotations were said."""
+    for segment in snapshot["segments"]:
+        del segment["segment_pool_id"], segment["is_expandable"]
+        for block in segment["blocks"]:
+            del block["address"]
+    del snapshot["external_annotations"], snapshot["allocator_settings"]["roundup_power2_divisions"]
+    return snapshot
+
+
+def as_the_profilers(snapshot):
+    """Events alone."""
+    return {"device_traces": snapshot["device_traces"]}
+
+
+def as_xpu(snapshot):
+    """What ``torch.xpu`` writes: settings of its own, no annotations."""
+    del snapshot["external_annotations"]
+    return snapshot | {"allocator_settings": {"PYTORCH_ALLOC_CONF": "", "expandable_segments": False}}
+
+
+@pytest.mark.parametrize("old", [as_torch_1_13, as_torch_2_0, as_torch_2_1, as_the_profilers, as_xpu])
+def test_what_earlier_versions_wrote_is_read_as_far_as_it_says_something(tmp_path, old):
+    now = read_snapshot(write(tmp_path, small_snapshot()))
+    then = read_snapshot(write(tmp_path, old(small_snapshot())))
+    (one,), (two,) = now.devices, then.devices
+    if old is not as_the_profilers:
+        used = two.blocks.state == 1
+        assert two.blocks.address.tolist() == one.blocks.address.tolist()
+        assert two.blocks.requested[used].tolist() == one.blocks.requested[used].tolist() == [100, 30 << 20]
+        lines = [[s.lines(d.blocks.stack[used])[1] for s, d in ((now.stacks, one), (then.stacks, two))]]
+        assert lines == [[["me/train.py:3 step"]] * 2]
+    if old is not as_torch_1_13:
+        assert two.events.size.tolist() == one.events.size.tolist()
+    answer = SnapshotRequest(tmp_path / "snapshot.pickle", 0.5).solve()
+    assert str(answer) and answer.devices[0].peak == (
+        100 + (30 << 20) + (old is not as_torch_1_13) * (3 << 20)
+    )
+
+
+def segment(**more):
+    block = {"size": 1 << 20, "state": "inactive", "requested_size": 0}
+    return {"address": 0, "total_size": 1 << 20, "segment_type": "large", "blocks": [block], **more}
+
+
+def test_bytes_that_two_segments_or_blocks_share_are_refused(tmp_path):
+    apart = [segment(), segment(address=1 << 20), segment(device=1)]
+    assert len(read_snapshot(write(tmp_path, apart)).devices) == 2
+    with pytest.raises(BadInput, match=r"segments\[1\].*it overlaps segments\[0\]"):
+        read_snapshot(write(tmp_path, [segment(), segment(address=(1 << 20) - 1)]))
+    with pytest.raises(BadInput, match=r"blocks\[0\].*'address' is 5, and the blocks before it end at 0"):
+        read_snapshot(write(tmp_path, [segment(blocks=[segment()["blocks"][0] | {"address": 5}])]))
+
+
+HOSTILE = {
+    "a gzip file": gzip.compress(RECORDED.read_bytes()),
+    "a zip archive": b"PK\x03\x04" + bytes(40),
+    "utf-16": '{"segments": []}'.encode("utf-16"),
+    "nested 100,000 deep": b"\x80\x04]\x94" + b"]\x94" * 100_000 + b"a" * 100_000 + b".",
+    "a list in itself": b"\x80\x04]\x94h\x00a.",
+    "two 61 times over": b"\x80\x04" + b"".join(b"]\x94(" + b"h\x00" * 10 + b"e" for _ in range(60)) + b".",
+    "bytes of a terabyte": pickle.dumps([segment(total_size=1 << 40, is_expandable=True, blocks=[
+        {"size": 1 << 40, "state": "active_allocated", "requested_size": 1 << 40}])]),
+    "bytes of 2^61": pickle.dumps([segment(total_size=1 << 61, is_expandable=True, blocks=[
+        {"size": 1 << 61, "state": "active_allocated", "requested_size": 1 << 61}])]),
+    "requests that share bytes": pickle.dumps({"device_traces": [
+        [{"action": "alloc", "addr": k * 512, "size": 1 << 39} for k in range(5000)]]}),
+    "a cache that is emptied again and again": pickle.dumps({"device_traces": [[
+        {"action": action, "addr": k << 20, "size": 512 << 10}
+        for k in range(4_000) for action in ("alloc", "free_completed", "segment_free")[:: 1 + k % 2]]]}),
+    "settings of other kinds": pickle.dumps({"segments": [segment()], "allocator_settings": {
+        "max_split_size": "x", "roundup_power2_divisions": {"1": -3, "4": 7, "8": "x"}, "expandable_segments": 3,
+        "garbage_collection_threshold": float("nan"), "PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:9,[["}}),
+    "frames of other kinds": pickle.dumps({"device_traces": [[{"action": "alloc", "addr": 0, "size": 9, "frames": [
+        3, None, "s", {"filename": 5, "line": "x", "name": None}, {"filename": "\x1b[31m.py", "name": "a\nb\0"}]}]]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_files_are_answered_or_refused_at_once(tmp_path, what, capsys):
+    """Whatever a file says: an answer or a refusal with the file's name, as JSON, within some memory and seconds."""
+    path = tmp_path / "s.pickle"
+    path.write_bytes(HOSTILE[what])
+    tracemalloc.start()
+    status = main(["explain", str(path), "--seconds", "0.5", "--json"])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    answer = json.loads(capsys.readouterr().out)
+    assert status in (0, 2) and most < 200 << 20, (status, most)
+    assert status == 0 or str(path) in answer["error"]["message"]
+    for line in (f for d in answer.get("devices", []) for s in d["stacks"] for f in s["frames"]):
+        assert not {"\n", "\r"} & set(line)
+
+
+@pytest.mark.parametrize("key", ["segments", "device_traces"])
+def test_one_list_that_is_named_again_and_again_is_refused(tmp_path, key):
+    """A file of some kilobytes would have millions of entries."""
+    blocks = [{"size": 0, "state": "inactive"}] * 2000
+    one = [segment(total_size=0, blocks=blocks, device=0)] * 2000
+    events = [[{"action": "alloc", "addr": 1, "size": 1}] * 2000] * 2000
+    path = write(tmp_path, {key: one if key == "segments" else events})
+    assert path.stat().st_size < 20_000
+    with pytest.raises(BadInput, match="entries in a file of so many bytes"):
+        read_snapshot(path)
 
 
 def test_empty_truncated_and_followed_files(tmp_path):

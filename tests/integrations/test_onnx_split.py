@@ -130,6 +130,25 @@ def test_the_command_line_writes_a_model_in_slices(tmp_path, capsys):
     assert "splitting" in capsys.readouterr().err
 
 
+def test_a_model_in_slices_says_why_and_what_if(tmp_path, capsys):
+    """Beside --write: the page has its slider; the plan says of each slice what its whole would need."""
+    path, plan, page = (str(tmp_path / name) for name in ("net.onnx", "plan.json", "page.html"))
+    onnx.save(net(), path)
+    ways = ["--allow", "recompute,split-rounding", "--seconds", "1", "--json"]
+    least = api.plan_graph(read_onnx(path).graph).plan.lower_bound
+    files = ["-o", plan, "--what-if", "2", "--report", page, "--write", str(tmp_path / "w.onnx")]
+    assert main(["plan", path, "-b", f"{least - 64}B", *ways, *files]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows["what_if"]) == 2 and rows["split"] > 0
+    assert "What if?" in (tmp_path / "page.html").read_text()
+    storages = rows["meta"]["split"]["storages"]
+    for name in storages:
+        assert main(["explain", plan, "--why", name, "--json"]) == 0
+        answer = {a["way"]: a for a in json.loads(capsys.readouterr().out)["alternatives"]}
+        assert answer["split"]["verdict"] == "chosen" and answer["whole"]["verdict"] == "over the budget"
+        assert answer["whole"]["peak"] == least
+
+
 def test_results_that_differ_are_not_taken_where_bits_count(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_split, "_equal", lambda *_: False)
     with pytest.raises(Infeasible, match="onnxruntime gives other bits"):

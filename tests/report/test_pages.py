@@ -13,7 +13,7 @@ from tightship import api
 from tightship.cli import main
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
-from tightship.report.numbers import summary
+from tightship.report.numbers import plan_rows
 from tightship.report.pages.plan import arcs, plan_page
 from tightship.serde import save_graph
 from tightship.simulate import baseline, replay
@@ -47,7 +47,7 @@ class TestPlan:
     def test_its_numbers_are_the_plan_s(self, planned: api.Planned, text: str) -> None:
         plan = planned.plan
         data = in_page(text)
-        assert data["summary"] == json.loads(json.dumps(summary(plan, planned.graph)))
+        assert data["summary"] == json.loads(json.dumps(plan_rows(plan, planned.graph)))
         memory = part(text, "memory")
         tops = [max(map(sum, zip(*p["columns"], strict=True))) for p in memory["panels"]]
         assert tops == [p["peak"] for p in memory["panels"]] == [plan.peak_before, plan.peak]

@@ -1,12 +1,38 @@
 // A CUDA runtime, driver and BLAS that compute nothing: device memory is the host's, kernels are not run, copies are.
 // PyTorch's CUDA build runs on it without a GPU, and asks its allocator for what it would ask there.
 // Compiled with -DDRIVER it is libcuda.so.1, otherwise the rest; `dry_cuda.py` adds what is not here.
+#define _GNU_SOURCE
+#include <stdlib.h>
+static size_t device_bytes(void) {  // of the one device there is
+  const char* said = getenv("DRY_CUDA_BYTES");
+  return said ? strtoull(said, 0, 10) : (size_t)16 << 30;
+}
 #ifdef DRIVER
+#include <sys/mman.h>
 int cuInit(unsigned flags) { return 0; }
+// Addresses without memory, and memory that is counted: what expandable segments ask for. Nothing is written there.
+static size_t created, sizes[1 << 16];
+static unsigned handles;
+int cuMemAddressReserve(unsigned long long* at, size_t size, size_t align, unsigned long long hint, unsigned long long f) {
+  void* found = mmap(0, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return *at = (unsigned long long)found, found == MAP_FAILED ? 2 : 0;
+}
+int cuMemAddressFree(unsigned long long at, size_t size) { return munmap((void*)at, size); }
+int cuMemCreate(unsigned long long* handle, size_t size, const void* properties, unsigned long long flags) {
+  if (created + size > device_bytes() || handles + 1 == 1 << 16) return 2;
+  created += size;
+  sizes[*handle = ++handles] = size;
+  return 0;
+}
+size_t dry_created(void) { return created; }
+int cuMemRelease(unsigned long long handle) { return created -= sizes[handle], 0; }
+int cuMemMap(unsigned long long at, size_t size, size_t offset, unsigned long long h, unsigned long long f) { return 0; }
+int cuMemUnmap(unsigned long long at, size_t size) { return 0; }
+int cuMemSetAccess(unsigned long long at, size_t size, const void* description, size_t count) { return 0; }
 #else
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #undef cudaGetDeviceProperties
 
@@ -49,7 +75,8 @@ static int find(const char* data) {
 }
 cudaError_t cudaMalloc(void** data, size_t size) {
   size = size ? size : 1;
-  if (count == 1 << 20 || posix_memalign(data, 512, size)) return cudaErrorMemoryAllocation;
+  if (count == 1 << 20 || live + size > device_bytes()) return cudaErrorMemoryAllocation;
+  if (posix_memalign(data, 512, size)) return cudaErrorMemoryAllocation;
   memset(*data, 0, size);
   blocks[count++] = (Block){*data, size};
   live += size;
@@ -68,8 +95,9 @@ cudaError_t cudaFree(void* data) {
   return 0;
 }
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
-  *total = (size_t)16 << 30;
-  *free_bytes = *total - live;
+  *total = device_bytes();
+  size_t (*created)(void) = getenv("DRY_CUDA_DRIVER") ? dlsym(dlopen("libcuda.so.1", RTLD_LAZY), "dry_created") : NULL;
+  *free_bytes = *total - live - (created ? created() : 0);
   return 0;
 }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* a, const void* data) {
@@ -116,7 +144,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int device) {  // 
   p->sharedMemPerBlock = 49152;
   p->sharedMemPerBlockOptin = 232448;
   p->sharedMemPerMultiprocessor = 233472;
-  p->totalGlobalMem = (size_t)16 << 30;
+  p->totalGlobalMem = device_bytes();
   p->regsPerBlock = p->regsPerMultiprocessor = 65536;
   p->maxGridSize[0] = 2147483647;
   p->maxGridSize[1] = p->maxGridSize[2] = 65535;
@@ -192,9 +220,9 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void* ke
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned version, unsigned long long flags,
                                              enum cudaDriverEntryPointQueryResult* result) {
-  *found = NULL;
-  if (result) *result = cudaDriverEntryPointSymbolNotFound;
-  return cudaErrorSymbolNotFound;
+  *found = getenv("DRY_CUDA_DRIVER") ? dlsym(dlopen("libcuda.so.1", RTLD_LAZY), name) : NULL;
+  if (result) *result = *found ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return *found ? cudaSuccess : cudaErrorSymbolNotFound;
 }
 cudaError_t __cudaGetKernel(void** kernel, const void* function) { return *kernel = (void*)function, 0; }
 void** __cudaRegisterFatBinary(void* image) {

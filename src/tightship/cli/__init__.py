@@ -68,6 +68,8 @@ _ARGUMENTS = {
     "budget": _argument("--budget -b", "B", f"{_BUDGET}; none: keep everything"),
     "explained budget": _argument("--budget -b", "B", f"also explain a plan for it: {_BUDGET}"),
     "why": _argument("--why", "NAME", "why a plan keeps or recomputes this tensor, and what else would have cost"),
+    "alloc-conf": _argument("--alloc-conf", "CONF", "allocator settings to try on a memory snapshot, as in "
+        "PYTORCH_ALLOC_CONF: max_split_size_mb:128,expandable_segments:True"),
     "one": _argument("one", "A.json", "a plan that plan --output wrote"),
     "two": _argument("two", "B.json", "another; differences are simulated in the first"),
     "planner": _argument("--planner", "NAME", "one planner instead of the search, with options of its own: memonger, "
@@ -200,7 +202,7 @@ _VERBS = {
     "explain": _Verb(
         "who makes up the peak, and where it came from",
         "cli.explain:explain",
-        ("explained", "explained budget", "why", "top", "report", *_MODEL),
+        ("explained", "explained budget", "why", "alloc-conf", "top", "report", *_MODEL),
         _OPTIONS,
     ),
     "estimate": _Verb(

@@ -34,6 +34,8 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
         raise BadInput(f"--top is {chosen.top}: a table has at least one row")
     if is_snapshot(chosen.source):
         return _explain_snapshot(chosen, out)
+    if chosen.alloc_conf is not None:
+        raise BadInput("--alloc-conf requires a memory snapshot", place=chosen.source)
     if chosen.report is not None:
         raise BadInput("--report requires a memory snapshot: plan --report draws a plan", place=chosen.source)
     if is_module(chosen.source):
@@ -99,7 +101,7 @@ def _explain_snapshot(chosen: argparse.Namespace, out: Output) -> int:
         raise BadInput(f"{unused[0]} requires a model or a plan, not a memory snapshot", place=chosen.source)
     files, seconds = targets(chosen), given.get("seconds", SnapshotRequest.seconds)
     with Line(out.live, f"reading {chosen.source}"):
-        answer = SnapshotRequest(chosen.source, float(str(seconds))).solve()
+        answer = SnapshotRequest(chosen.source, float(str(seconds)), chosen.alloc_conf).solve()
     rows, text = answer.rows(), answer.tables(chosen.top)
     write_targets(answer, files, rows, text)
     out.answer(rows, text)

@@ -112,10 +112,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
             original.graph, chosen.what_if, original.program, False, options, original.step
         )
         with Line(out.live, "planning for other budgets") as line:
-            answer = replace(answer, frontier=beside.solve(lambda text: line.say(text, always=True)))
+            others = beside.solve(lambda text: line.say(text, always=True))
+        answer, rows["what_if"] = replace(answer, frontier=others), others.rows()["points"]
     writing = _Writing(
-        answer.plan, source.graph, source, chosen.copies, chosen.offline_plan, original, chosen.inputs, must
-    )
+        answer.plan, source.graph, source, chosen.copies, chosen.offline_plan, original, chosen.inputs, must,
+        frontier=answer.frontier,
+    )  # fmt: skip
     write_targets(answer if chosen.write is None else writing, files, rows, text)
     if writing.answers:
         rows["runtime"] = writing.answers[0].rows()

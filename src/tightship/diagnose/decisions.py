@@ -11,7 +11,7 @@ what would pay only together with another is not found. Other alternatives of or
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -19,6 +19,19 @@ from functools import cached_property
 import numpy as np
 
 from tightship.analysis.structure import pattern, without_numbers
+from tightship.diagnose.alternatives import (
+    Alternative,
+    judged,
+    kept_cost,
+    size_of,
+    slices_of,
+    split_rows,
+    stream_row,
+    stream_words,
+    streamed_as,
+    streamed_cost,
+    tensor_of,
+)
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Plan
@@ -43,26 +56,13 @@ WAYS = {"keep": (KEEP,), "recompute": (EVICT, PASS, DROP), "offload": (OFFLOAD,)
 """The decisions that stand for each way."""
 _RESTORES = {"recompute": EVICT, "fetch": OFFLOAD, "decompress": COMPRESS}
 _WAY_OF = {code: way for way, codes in WAYS.items() for code in codes}
+_ALIKE = 0.02
+"""By so much of its speed a machine is another one."""
 GROUPS = 200
 """Differences of two plans that are simulated, those of most bytes first."""
 
 
 # --- answers ---
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """``way``: keep, recompute, offload or compress; ``verdict``: chosen, slower, over the budget, tie, faster or
-    not possible, and ``reason`` in words. With it the plan has ``peak`` bytes, ``more`` than it has now, and takes
-    ``time`` seconds, ``extra`` more."""
-
-    way: str
-    verdict: str
-    reason: str
-    peak: int = 0
-    more: int = 0
-    time: float = 0.0
-    extra: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ class Why:
 @dataclass(frozen=True, slots=True)
 class Difference:
     """``count`` tensors of ``bytes`` together, called ``what``, leave memory in way ``one`` in the first plan and
-    ``two`` in the second. Doing as the second in the first plan costs ``more`` bytes of its peak and ``extra``
-    seconds; ``possible``: whether that can be done alone."""
+    ``two`` in the second (keep, recompute, offload, compress, stream; of ops in slices split and whole). Doing as the
+    second in the first plan costs ``more`` bytes of its peak and ``extra`` seconds; ``possible``: whether that can be
+    done alone."""
 
     what: str
     count: int
@@ -100,7 +101,8 @@ class Difference:
 class Differences:
     """What two plans do differently. ``same``: they are of one graph; ``matched``: tensors of the same name in both,
     ``only_one`` and ``only_two``: those of one plan alone, with their bytes. ``moved``: ops of both that run in
-    another order. ``left``: differences that were not simulated."""
+    another order. ``left``: differences that were not simulated. ``machines``: how the machine of the second is
+    another one, in words."""
 
     same: bool
     matched: int
@@ -110,6 +112,7 @@ class Differences:
     moved: int
     exact: bool
     left: int = 0
+    machines: str = ""
 
 
 # --- decisions of a plan ---
@@ -237,27 +240,47 @@ def why(graph: Graph, plan: Plan, name: str) -> Why:
     Raises ``BadInput`` for a name that no storage of the graph has, ``Unsupported`` for a plan without decisions."""
     s = _named(graph, name)
     decided, storage = _Decided(graph, plan), graph.storages[s]
-    way, op = decided.way(s), graph.uses.definer[s]
+    way, op, parts = decided.way(s), graph.uses.definer[s], streamed_as(graph, s)
     source = graph.place(op) if op >= 0 else ""
+    about = storage.name, storage.size, storage.kind, source
+    if parts:
+        about = tensor_of(graph, s), size_of(graph, parts), storage.kind, ""
+        rows, places = tuple(_streamed(decided, parts)), [p for t in parts for p in _places(plan, t)]
+        return Why(*about, "stream", rows, tuple(dict.fromkeys(places)), decided.exact, plan.budget)
     if s in graph.static:
-        reason = (
-            f"the caller owns it, {storage.kind}: it is there in every step (allow=stream moves such tensors)"
-        )
-        rows: tuple[Alternative, ...] = (Alternative("keep", "chosen", reason, plan.peak, 0, plan.time),)
-        return Why(storage.name, storage.size, storage.kind, source, "keep", rows, (), True, plan.budget)
+        reason = f"the caller owns it, {storage.kind}: it is there in every step"
+        chosen = Alternative("keep", "chosen", reason, plan.peak, 0, plan.time)
+        return Why(*about, "keep", (chosen, stream_row(graph, plan, s)), (), True, plan.budget)
     found = [
         _alternative(decided, s, other, chosen=other == way)
         for other in sorted(WAYS, key=lambda other: other != way)
     ]
-    place = tuple(_places(plan, s))
-    return Why(
-        storage.name, storage.size, storage.kind, source, way, tuple(found), place, decided.exact, plan.budget
+    rows = (*found, *split_rows(graph, plan, s))
+    return Why(*about, way, rows, tuple(_places(plan, s)), decided.exact, plan.budget)
+
+
+def _streamed(decided: _Decided, parts: tuple[int, ...]) -> Iterator[Alternative]:
+    """Of what streams: fetched once or again between its uses, and in memory all the time."""
+    graph, plan, base = decided.graph, decided.plan, decided.base
+    yield Alternative("stream", "chosen", stream_words(graph, plan, parts), plan.peak, 0, plan.time)
+    for t in parts:
+        again = decided.way(t) == "recompute"
+        if not _impossible(decided, t, "recompute"):
+            cost = decided.with_([(t, "keep" if again else "recompute")])
+            if cost is not None:
+                way = "fetch once" if again else "fetch again"
+                yield judged(way, cost, base, plan.budget, "the search has not found it")
+    exact = replay(graph, plan.steps)
+    cost = kept_cost(graph, plan, [parts])
+    yield judged(
+        "keep", cost, (exact.peak, exact.time), plan.budget, "what streams is chosen before the search"
     )
 
 
 def _named(graph: Graph, name: str) -> int:
-    names = {storage.name: s for s, storage in enumerate(graph.storages)}
-    names |= {v.name: v.storage for v in graph.values if v.name not in names}
+    names = {storage.name: s for s, storage in enumerate(graph.storages) if _exists(graph, s)}
+    names |= {v.name: v.storage for v in graph.values if v.name not in names and _exists(graph, v.storage)}
+    names |= {tensor: s for s in reversed(range(len(graph.storages))) if (tensor := tensor_of(graph, s))}
     if name in names:
         return names[name]
     near = get_close_matches(name, list(names), 3, 0.3)
@@ -274,16 +297,7 @@ def _alternative(decided: _Decided, s: int, way: str, *, chosen: bool) -> Altern
     cost = decided.with_([(s, way)])
     if cost is None:
         return Alternative(way, "not possible", "what it needs is not there when it would have to come back")
-    more, extra = cost[0] - peak, cost[1] - time
-    if budget is not None and cost[0] > max(budget, peak):
-        verdict, reason = "over the budget", f"by {format_bytes(cost[0] - budget)}"
-    elif abs(extra) <= 1e-9 * max(time, 1e-9):
-        verdict, reason = "tie", "no second more or less, and within the budget"
-    elif extra > 0:
-        verdict, reason = "slower", "the plan gets by with less time"
-    else:
-        verdict, reason = "faster", _missed(decided.plan, way)
-    return Alternative(way, verdict, reason, cost[0], more, cost[1], extra)
+    return judged(way, cost, (peak, time), budget, _missed(decided.plan, way))
 
 
 def _missed(plan: Plan, way: str) -> str:
@@ -355,42 +369,103 @@ def difference(one: tuple[Graph, Plan], two: tuple[Graph, Plan]) -> Differences:
     groups: dict[tuple[str, str, str], _Group] = defaultdict(_Group)
     for name in both:
         s, t = a[name], b[name]
-        if s in one[0].static or t in two[0].static or (ways := (first.way(s), second.way(t)))[0] == ways[1]:
+        if (ways := _ways(first, s, second, t))[0] == ways[1]:
             continue
         group = groups[without_numbers(name), *ways]
         group.names.append(name)
         group.storages.append(s)
-        group.bytes += one[0].storages[s].size
+        parts = streamed_as(one[0], s)
+        group.bytes += size_of(one[0], parts) if parts else one[0].storages[s].size
     ranked = sorted(groups.items(), key=lambda item: (-item[1].bytes, item[0]))
     rows = [_row(first, group, ways) for (_, *ways), group in ranked[:GROUPS]]
     return Differences(
-        one[1].digest == two[1].digest, len(both), tuple(rows), _alone(one[0], a, b), _alone(two[0], b, a),
-        _moved(first, second), not rows or first.exact, max(0, len(ranked) - GROUPS),
+        one[1].digest == two[1].digest, len(both), tuple(rows), _alone(first, a, b), _alone(second, b, a),
+        _moved(first, second), not rows or first.exact, max(0, len(ranked) - GROUPS), _machines(one[0], two[0]),
     )  # fmt: skip
+
+
+def _machines(one: Graph, two: Graph) -> str:
+    """How the second's machine is another one: what ops of both take there, and what copies do."""
+    times = {op.name: op.time for op in one.ops}
+    both = [(times[op.name], op.time) for op in two.ops if op.name in times]
+    a, b = (sum(row) for row in zip(*both, strict=True)) if both else (0.0, 0.0)
+    said = [f"ops of both take {b / a:.2f} of the seconds"] if a > 0 and abs(b / a - 1) > _ALIKE else []
+    for kind, word in (("offload", "to"), ("fetch", "from")):
+        old, new = getattr(one.machine, kind), getattr(two.machine, kind)
+        if abs(new / old - 1) > _ALIKE:
+            said.append(
+                f"copies {word} the host {format_bytes(int(new))}/s instead of {format_bytes(int(old))}/s"
+            )
+    return ", ".join(said)
 
 
 def _row(first: _Decided, group: _Group, ways: Sequence[str]) -> Difference:
     about = pattern(group.names), len(group.storages), group.bytes, ways[0], ways[1]
-    cost = first.with_([(s, ways[1]) for s in group.storages])
+    base: tuple[int, float] = first.base
+    if "split" in ways or "whole" in ways:
+        return Difference(*about, possible=False)  # of another program
+    if "stream" in ways:
+        line = replay(first.graph, first.plan.steps)
+        base = line.peak, line.time
+        if ways[1] == "stream":
+            cost: tuple[int, float] | None = streamed_cost(first.graph, first.plan, group.storages)[0]
+        else:
+            cost = kept_cost(first.graph, first.plan, [streamed_as(first.graph, s) for s in group.storages])
+    else:
+        cost = first.with_([(s, ways[1]) for s in group.storages])
     if cost is None:
         return Difference(*about, possible=False)
-    peak, time = first.base
-    return Difference(*about, cost[0] - peak, cost[1] - time)
+    return Difference(*about, cost[0] - base[0], cost[1] - base[1])
+
+
+def _ways(first: _Decided, s: int, second: _Decided, t: int) -> tuple[str, str]:
+    """What two plans do with a tensor of both; the same where neither could do otherwise."""
+    one, two = first.graph, second.graph
+    slices = [slices_of(d.graph, d.plan, k) is not None for d, k in ((first, s), (second, t))]
+    if slices[0] != slices[1]:
+        return ("split", "whole") if slices[0] else ("whole", "split")
+    streams = bool(streamed_as(one, s)), bool(streamed_as(two, t))
+    if any(streams):
+        return ("stream" if streams[0] else "keep"), ("stream" if streams[1] else "keep")
+    if s in one.static or t in two.static:
+        return "keep", "keep"
+    return first.way(s), second.way(t)
+
+
+def _exists(graph: Graph, s: int) -> bool:
+    """Whether a storage is the caller's, or an op makes it; where tensors stream, some are neither."""
+    return graph.uses.definer[s] >= 0 or s in graph.static
 
 
 def _by_name(graph: Graph) -> dict[str, int]:
-    """Storages by name; of those that share one, the n-th is called so, too, with its number."""
+    """Storages by name; of those that share one, the n-th is called so, too, with its number. What streams is there
+    once, whatever it is fetched as."""
     found: dict[str, int] = {}
     count: dict[str, int] = defaultdict(int)
     for s, storage in enumerate(graph.storages):
+        if tensor := tensor_of(graph, s):
+            if graph.uses.definer[s] >= 0:
+                found.setdefault(tensor, s)
+            continue
+        if not _exists(graph, s):
+            continue
         count[storage.name] += 1
         found[storage.name if count[storage.name] == 1 else f"{storage.name} ({count[storage.name]})"] = s
     return found
 
 
-def _alone(graph: Graph, mine: dict[str, int], others: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    rows = [(name, graph.storages[s].size) for name, s in mine.items() if name not in others]
-    return tuple(sorted(rows, key=lambda row: (-row[1], row[0])))
+def _alone(decided: _Decided, mine: dict[str, int], others: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """What the other plan does not have and that has bytes; slices of what it has are no tensors."""
+    graph, found = decided.graph, []
+    for name, s in mine.items():
+        split = slices_of(graph, decided.plan, s)
+        if (
+            name not in others
+            and not streamed_as(graph, s)
+            and (split is None or split["name"] not in others)
+        ):
+            found.append((name, graph.storages[s].size))
+    return tuple(sorted(found, key=lambda row: (-row[1], row[0])))
 
 
 def _moved(first: _Decided, second: _Decided) -> int:

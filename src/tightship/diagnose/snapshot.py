@@ -1,7 +1,6 @@
 """Why a device was full: what a memory snapshot of PyTorch's says of its peak, of what lay idle, and of the least.
 
-Every allocation becomes a request that is alive from one event to another. What was allocated before the record began
-is alive from its beginning. The least arena is a placement of all requests of a stream, found by the placement
+The least arena is a placement of all requests of a stream (`diagnose/snapshot_requests`), found by the placement
 planners and checked; the bound is the most bytes of them alive at one time. Requests of different streams share no
 bytes there, as in PyTorch's allocator: its own order of events does not say when one stream may use what another
 has freed. Private pools (of CUDA graphs) keep their bytes whatever is freed in them, so they are counted beside.
@@ -10,37 +9,45 @@ has freed. Private pools (of CUDA graphs) keep their bytes whatever is freed in 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tightship.baselines.torch_allocator import ROUND, CachingAllocator
-from tightship.frontends.memory_snapshot import (
-    ACTIONS,
-    INACTIVE,
-    NO_STACK,
-    Device,
-    Events,
-    Snapshot,
-    Stacks,
+from tightship.baselines.torch_allocator import SMALL_SEGMENT, taken_of_device
+from tightship.baselines.torch_allocator_settings import ROUND, Settings
+from tightship.diagnose.snapshot_requests import (
+    Circumstances,
+    Requests,
+    circumstances_of,
+    other_settings,
+    requests_of,
+    trial,
+    within,
 )
+from tightship.frontends.memory_snapshot import ACTIONS, NO_STACK, Device, Events, Snapshot, Stacks
 from tightship.plan import Buffer, Problem
 from tightship.planners.packing import Search, pack
 
 __all__ = [
-    "MOST_SIMULATED", "DeviceReport", "Failure", "Layout", "Line", "Pin", "Requests", "Saving", "explain_snapshot",
-    "requests_of",
+    "MOST_SIMULATED", "DeviceReport", "Failure", "Layout", "Line", "Pin", "PinningStack", "Requests", "Saving",
+    "explain_snapshot", "requests_of",
 ]  # fmt: skip
 
 I64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 MOST_SIMULATED = 300_000
-"""Requests of one device that are simulated in other settings; it takes some ten microseconds for each."""
+"""Requests of one device that are simulated; it takes some ten microseconds for each."""
+MOST_TRIED = 100_000
+"""Requests of one device that are simulated in every setting, not only as they were and with expandable segments."""
+MOST_PAGES = 1 << 22
+"""Pages of expandable segments that are looked at one by one; 8 TiB have so many."""
+STACKS = 50
+"""Call stacks of a device that are said."""
 
-ALLOC, REQUESTED, COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, MAP, UNMAP, OOM, _ = range(len(ACTIONS))
+_, _, _, SEGMENT_ALLOC, SEGMENT_FREE, MAP, UNMAP, OOM, _ = range(len(ACTIONS))
 
 
 # --- what was found ---
@@ -68,6 +75,17 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class PinningStack:
+    """The same of one call stack, whose lines are ``frames``, innermost first."""
+
+    frames: tuple[str, ...]
+    bytes: int
+    count: int
+    alone: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """What ``reserved`` bytes are at one moment: ``requested`` by those alive, ``rounding`` beside them,
     ``stranded`` (free, in segments in which something is alive) and ``cached`` (segments in which nothing is).
@@ -85,22 +103,25 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A request that ran out of memory: so much ``asked`` for, so much ``free`` on the device, so much ``idle`` in
-    what was reserved."""
+    what was reserved; it ``takes`` so much of the device, as a segment or in pages."""
 
     event: int
     asked: int
     free: int
     idle: int
+    takes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What a change would have reserved at most; ``how`` the number was found: counted, simulated or placed."""
+    """What a change would have reserved at most; ``how`` the number was found: counted, simulated or placed.
+    ``failed``: how many requests find no memory on that device; None where nothing says how large it was."""
 
     name: str
     reserved: int
     saves: int
     how: str
+    failed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +131,8 @@ class DeviceReport:
 
     ``arena`` is the least that was found for the same requests, and none can do with less than ``lower_bound``.
     ``timeline`` has rows of seconds, bytes alive and bytes reserved, the most in each stretch of time. ``simulated``
-    is what the simulated allocator reserves in its default settings, beside which ``reserved`` stands."""
+    is what the simulated allocator reserves in the recorded ``settings`` (empty: the defaults), beside which
+    ``reserved`` stands. ``capacity``: bytes of the device, where the record shows them."""
 
     device: int
     requests: int
@@ -130,6 +152,9 @@ class DeviceReport:
     timeline: tuple[tuple[float, int, int], ...]
     notes: tuple[str, ...]
     simulated: int | None = None
+    settings: str = ""
+    capacity: int | None = None
+    stacks: tuple[PinningStack, ...] = ()
 
     @property
     def optimal(self) -> bool:
@@ -141,133 +166,22 @@ class DeviceReport:
         return 1 - self.arena / self.reserved if self.reserved > self.arena else 0.0
 
 
-# --- requests ---
-
-
-@dataclass(frozen=True)
-class Requests:
-    """Requests alive during events [``lower``, ``upper``); a lower of -1 is before the record. ``private``: of a pool
-    of its own."""
-
-    lower: I64
-    upper: I64
-    address: I64
-    size: I64
-    stream: I64
-    stack: I64
-    private: Bools
-    notes: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.size)
-
-    @cached_property
-    def rounded(self) -> I64:
-        return np.maximum(ROUND, -(-self.size // ROUND) * ROUND)
-
-    def of(self, which: Bools) -> Requests:
-        names = ("lower", "upper", "address", "size", "stream", "stack", "private")
-        return Requests(*(getattr(self, n)[which] for n in names))
-
-    def alive(self, event: int) -> Bools:
-        """Which are alive after an event."""
-        return (self.lower <= event) & (event < self.upper)
-
-
-def requests_of(device: Device) -> Requests:
-    """Every request that the record and the blocks at the end tell of."""
-    events = device.events
-    count = len(events)
-    notes: list[str] = []
-    ends = COMPLETED if (events.action == COMPLETED).any() else REQUESTED
-    if ends == REQUESTED and (events.action == REQUESTED).any():
-        notes.append("no free_completed events were recorded: bytes count as free once that is requested")
-    at = np.flatnonzero((events.action == ALLOC) | (events.action == ends))
-    address = events.address[at]
-    order = np.lexsort((at, address))
-    at, address = at[order], address[order]
-    begins = events.action[at] == ALLOC
-    same = np.append(address[1:] == address[:-1], False)
-    follows = np.append(at[1:], count)
-    again = np.append(begins[1:], False) & same & begins
-    if again.any():
-        notes.append(
-            f"{int(again.sum())} allocations lie where another was never freed: that record is incomplete"
-        )
-    upper = np.where(same, follows, count)[begins]
-    # A free whose allocation is not in the record: alive since before, or since the last free at its address.
-    first = ~begins & ~(np.append(False, same[:-1]) & np.append(False, begins[:-1]))
-    since = np.where(np.append(False, same[:-1]), np.append(-1, at[:-1]), -1)[first]
-    made, early = at[begins], at[first]
-    blocks = device.blocks
-    open_ = made[upper == count]
-    held = (blocks.state != INACTIVE) & ~np.isin(blocks.address, events.address[open_])
-    if (
-        lost := int((~np.isin(events.address[open_], blocks.address[blocks.state != INACTIVE])).sum())
-    ) and len(device.segments):
-        notes.append(f"{lost} allocations were not freed, but are in no segment at the end")
-    if len(early) or held.any():
-        nbytes = int(events.size[early].sum() + blocks.requested[held].sum())
-        notes.append(_late(len(early) + int(held.sum()), nbytes, bool(count)))
-    private = events.private | _within(events.address, device)
-    streams = device.segments.stream[blocks.segment[held]]
-    pools = device.segments.private[blocks.segment[held]]
-    many = int(held.sum())
-    found = Requests(
-        np.concatenate([made, since, np.full(many, -1)]),
-        np.concatenate([upper, early, np.full(many, count)]),
-        np.concatenate([events.address[made], events.address[early], blocks.address[held]]),
-        np.concatenate([events.size[made], events.size[early], blocks.requested[held]]),
-        np.concatenate([events.stream[made], events.stream[early], streams]),
-        np.concatenate([events.stack[made], np.full(len(early), -1), blocks.stack[held]]),
-        np.concatenate([private[made], private[early], pools]),
-        tuple(notes),
-    )
-    return found
-
-
-def _late(count: int, nbytes: int, recorded: bool) -> str:
-    from tightship.units import format_bytes
-
-    if not recorded:
-        return (
-            "there is no record of events, only what is allocated at the end: "
-            "torch.cuda.memory._record_memory_history() begins one"
-        )
-    return (
-        f"the record begins after {count} allocations ({format_bytes(nbytes)}): it was begun late, or its ring "
-        "buffer (max_entries) lost the beginning; peaks before it are not known"
-    )
-
-
-def _within(address: I64, device: Device) -> Bools:
-    """Whether addresses lie in segments of private pools."""
-    s = device.segments
-    start = s.address[s.private].view(np.uint64)
-    order = np.argsort(start)
-    start, size = start[order], s.size[s.private][order].view(np.uint64)
-    at = np.searchsorted(start, address.view(np.uint64), side="right") - 1
-    if not len(start):
-        return np.zeros(len(address), dtype=bool)
-    inside: Bools = (at >= 0) & (address.view(np.uint64) - start[at] < size[at])
-    return inside
-
-
 # --- one device ---
 
 
 def explain_snapshot(
-    snapshot: Snapshot, *, seconds: float = 10.0, columns: int = 400
+    snapshot: Snapshot, *, seconds: float = 10.0, columns: int = 400, settings: Settings | None = None
 ) -> tuple[DeviceReport, ...]:
     """A report of each device. ``seconds``: what the search for the least arena may take of each; ``columns``: rows
-    of the timeline."""
-    return tuple(_Explaining(d, snapshot).report(seconds, columns) for d in snapshot.devices)
+    of the timeline; ``settings``: of the allocator, which are tried, too."""
+    return tuple(_Explaining(d, snapshot, settings).report(seconds, columns) for d in snapshot.devices)
 
 
 @dataclass(frozen=True)
 class _Explaining:
     device: Device
     snapshot: Snapshot
+    tried: Settings | None = None
 
     @property
     def events(self) -> Events:
@@ -287,6 +201,17 @@ class _Explaining:
         return self.everything.of(~self.everything.private)
 
     @cached_property
+    def settings(self) -> Settings:
+        """Those it was recorded in. Segments are what they were, whatever was set when the snapshot was taken."""
+        found = Settings.recorded(self.snapshot.settings)
+        grows = bool(self.device.segments.expandable.any() or (self.events.action == MAP).any())
+        return replace(found, expandable_segments=True) if grows else found
+
+    @cached_property
+    def around(self) -> Circumstances:
+        return circumstances_of(self.device, self.reserved, self.settings)
+
+    @cached_property
     def live(self) -> I64:
         """Bytes alive, as asked for, at the beginning and after each event."""
         return _load(self.common.lower, self.common.upper, self.common.size, len(self.events))
@@ -295,7 +220,7 @@ class _Explaining:
     def reserved(self) -> I64:
         """Bytes of the device in the common pools, at the beginning and after each event."""
         events, segments = self.events, self.device.segments
-        mine = ~(events.private | _within(events.address, self.device))
+        mine = ~(events.private | within(events.address, self.device))
         sign = np.isin(events.action, (SEGMENT_ALLOC, MAP)).astype(np.int64)
         sign -= np.isin(events.action, (SEGMENT_FREE, UNMAP))
         change = np.append(0, np.cumsum(np.where(mine, sign * events.size, 0)))
@@ -305,7 +230,7 @@ class _Explaining:
 
     def report(self, seconds: float, columns: int) -> DeviceReport:
         peak = int(self.live.max())
-        layout, pins = self._layout()
+        layout, pins, stacks = self._layout()
         arena, bound, streams = self._arena(seconds)
         reserved = int(self.reserved.max())
         plain, savings = self._savings(reserved, layout, arena)
@@ -316,7 +241,8 @@ class _Explaining:
             (int(time[-1]) - int(time[0])) / 1e6 if timed else 0.0,
             streams, peak, reserved, int(self.device.segments.size[private].sum()), arena, bound, layout,
             self._lines(self.common.alive(int(self.live.argmax()) - 1)), pins, self._failures(), savings,
-            self._timeline(columns, timed), tuple(self._notes()), plain,
+            self._timeline(columns, timed), tuple(self._notes()), plain, str(self.settings),
+            self.around.capacity, stacks,
         )  # fmt: skip
 
     def _lines(self, which: Bools) -> tuple[Line, ...]:
@@ -344,37 +270,31 @@ class _Explaining:
             return last, end
         return min(first + 1, last), "at most"
 
-    def _layout(self) -> tuple[Layout, tuple[Pin, ...]]:
+    def _layout(self) -> tuple[Layout, tuple[Pin, ...], tuple[PinningStack, ...]]:
         event, when = self._moment()
         start, size = self._segments(event)
         chosen = self.common.of(self.common.alive(event))
-        at = np.searchsorted(start, chosen.address.view(np.uint64), side="right") - 1
-        inside = np.zeros(len(chosen), dtype=bool)
-        if len(start):
-            inside = (at >= 0) & (chosen.address.view(np.uint64) - start[at] < size[at].view(np.uint64))
-        taken = _sums(at[inside], chosen.rounded[inside], len(size))
-        free = np.maximum(size - taken, 0)
-        holding = np.bincount(at[inside], minlength=len(size)) > 0
-        requested, rounding = int(chosen.size.sum()), int((chosen.rounded - chosen.size).sum())
-        layout = Layout(
-            when,
-            event,
-            int(size.sum()),
-            requested,
-            rounding,
-            int(free[holding].sum()),
-            int(free[~holding].sum()),
-        )
-        return layout, self._pins(chosen.of(inside), at[inside], free)
+        each = chosen.taken(self.settings)
+        part, at, taken = _parts(chosen.address, each, start, size)
+        free = np.maximum(size - _sums(at, taken, len(size)), 0)
+        holding = np.bincount(at, minlength=len(size)) > 0
+        requested, rounding = int(chosen.size.sum()), int((each - chosen.size).sum())
+        stranded, cached = int(free[holding].sum()), int(free[~holding].sum())
+        layout = Layout(when, event, int(size.sum()), requested, rounding, stranded, cached)
+        line, names = self.stacks.lines(chosen.stack)
+        pins = [Pin(names[k], *row) for k, row in _pinned(chosen, line, part, at, free)]
+        pins.sort(key=lambda row: (-row.alone, -row.shared, row.line))
+        return layout, tuple(pins), self._pinning_stacks(chosen, part, at, free)
 
     def _segments(self, event: int) -> tuple[NDArray[np.uint64], I64]:
-        """Where segments of the common pools begin after an event, in order, and their sizes."""
+        """Where segments of the common pools begin after an event, in order, and their sizes; of expandable segments
+        pages, which can be given back one by one."""
         events, last = self.events, self.device.segments
         at = np.flatnonzero(np.isin(events.action, (SEGMENT_ALLOC, SEGMENT_FREE)))
         at = at[at > event][::-1]
         common = ~last.private
         there = dict(zip(last.address[common].tolist(), last.size[common].tolist(), strict=True))
-        private = _within(events.address, self.device) | events.private
+        private = within(events.address, self.device) | events.private
         for k in at.tolist():  # back from the end
             if private[k]:
                 continue
@@ -383,32 +303,35 @@ class _Explaining:
                 there.pop(address, None)
             else:
                 there[address] = int(events.size[k])
-        start = np.array(list(there), dtype=np.int64).view(np.uint64)
-        order = np.argsort(start)
-        return start[order], np.array(list(there.values()), dtype=np.int64)[order]
+        start, size = (np.array(list(row), dtype=np.int64) for row in (there, there.values()))
+        if last.expandable[common].any() and int(size.sum()) // SMALL_SEGMENT < MOST_PAGES:
+            large = self.settings.large_segment_size
+            page = np.where(last.expandable[common], np.where(last.small[common], SMALL_SEGMENT, large), size)
+            count = -(-size // np.maximum(page, 1))
+            nth = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+            start = np.repeat(start, count) + nth * np.repeat(page, count)
+            size = np.minimum(np.repeat(page, count), np.repeat(size, count) - nth * np.repeat(page, count))
+        order = np.argsort(start.view(np.uint64))
+        return start.view(np.uint64)[order], size[order]
 
-    def _pins(self, chosen: Requests, segment: I64, free: I64) -> tuple[Pin, ...]:
-        line, names = self.stacks.lines(chosen.stack)
-        pairs = (
-            np.unique(np.stack([segment, line], axis=1), axis=0) if len(line) else np.zeros((0, 2), np.int64)
-        )
-        many = np.bincount(pairs[:, 0], minlength=len(free)) > 1
-        idle, shared = free[pairs[:, 0]], many[pairs[:, 0]]
-        alone = _sums(pairs[:, 1], np.where(shared, 0, idle), len(names))
-        beside = _sums(pairs[:, 1], np.where(shared, idle, 0), len(names))
-        nbytes, count = _sums(line, chosen.size, len(names)), np.bincount(line, minlength=len(names))
-        rows = [
-            Pin(name, int(nbytes[k]), int(count[k]), int(alone[k]), int(beside[k]))
-            for k, name in enumerate(names)
-        ]
-        rows = [row for row in rows if row.alone or row.shared]
-        return tuple(sorted(rows, key=lambda row: (-row.alone, -row.shared, row.line)))
+    def _pinning_stacks(self, chosen: Requests, part: I64, at: I64, free: I64) -> tuple[PinningStack, ...]:
+        """Call stacks whose requests lie in segments with free bytes; those that read the same are one."""
+        part, at = part[free[at] > 0], at[free[at] > 0]
+        kept, part = np.unique(part, return_inverse=True)
+        chosen = chosen.of(kept)  # by number
+        different, which = np.unique(chosen.stack, return_inverse=True)
+        texts: dict[tuple[str, ...], int] = {}
+        number = [texts.setdefault(self.stacks.frames(s), len(texts)) for s in different.tolist()]
+        stack, names = np.array(number, dtype=np.int64)[which], list(texts)
+        found = [PinningStack(names[k], *row) for k, row in _pinned(chosen, stack, part, at, free)]
+        return tuple(sorted(found, key=lambda row: (-row.alone, -row.shared, row.frames))[:STACKS])
 
     def _failures(self) -> tuple[Failure, ...]:
         found = []
         for k in np.flatnonzero(self.events.action == OOM).tolist():
             idle = max(0, int(self.reserved[k + 1]) - int(self.live[k + 1]))
-            found.append(Failure(k, int(self.events.size[k]), int(self.events.address[k]), idle))
+            asked, free = int(self.events.size[k]), int(self.events.address[k])
+            found.append(Failure(k, asked, free, idle, taken_of_device(asked, self.settings)))
         return tuple(found)
 
     # --- what it could be ---
@@ -433,14 +356,22 @@ class _Explaining:
         rows = [
             Saving("empty_cache() at that moment", layout.reserved - layout.cached, layout.cached, "counted")
         ]
-        plain = None
-        if len(self.common) <= MOST_SIMULATED:
-            plain = _replayed(self.common, expandable=False)
-            if not self.device.segments.expandable.any() and not (self.events.action == MAP).any():
-                grown = _replayed(self.common, expandable=True)
-                rows.append(Saving("expandable_segments", grown, reserved - grown, "simulated"))
+        plain, count = None, len(self.common)
+        if count <= MOST_SIMULATED:
+            plain = self._trial(self.settings, reserved, "").reserved
+            others = dict(other_settings(self.settings, self.around))
+            if count > MOST_TRIED:
+                others = {name: s for name, s in others.items() if "expandable_segments" in name}
+            if self.tried is not None:
+                others[str(self.tried) or "the default settings"] = self.tried
+            rows += [self._trial(settings, reserved, name) for name, settings in others.items()]
         rows.append(Saving("a planned arena", arena, reserved - arena, "placed"))
         return plain, tuple(rows)
+
+    def _trial(self, settings: Settings, reserved: int, name: str) -> Saving:
+        found = trial(self.common, len(self.events), settings, self.around)
+        failed = None if self.around.capacity is None else found.failed
+        return Saving(name, found.reserved, reserved - found.reserved, "simulated", failed)
 
     # --- the rest ---
 
@@ -468,13 +399,50 @@ class _Explaining:
             yield "several streams: the arena gives each its own bytes, as PyTorch's allocator does"
         if any(name == NO_STACK for name in self.stacks.lines(self.common.stack)[1]):
             yield f"{NO_STACK}: allocated before the record began, or recorded without stacks"
-        if len(self.common) > MOST_SIMULATED:
-            yield f"more than {MOST_SIMULATED:,} requests: other settings of the allocator were not simulated"
-        settings = self.snapshot.settings
-        off = {"max_split_size": (-1,), "garbage_collection_threshold": (0, 0.0)}
-        for name, plain in off.items():
-            if settings.get(name, plain[0]) not in plain:
-                yield f"recorded with {name}={settings[name]}, which the simulation does not have"
+        if (count := len(self.common)) > MOST_TRIED:
+            which = "" if count > MOST_SIMULATED else " but expandable_segments"
+            most = MOST_SIMULATED if count > MOST_SIMULATED else MOST_TRIED
+            yield f"more than {most:,} requests: no other setting of the allocator{which} was simulated"
+        share = self.settings.garbage_collection_threshold
+        if share and self.around.limit is None and self.around.capacity is None:
+            yield (
+                f"garbage_collection_threshold:{share} acts below set_per_process_memory_fraction alone, and "
+                "nothing was collected in the record: the simulation does not collect either"
+            )
+
+
+def _parts(address: I64, size: I64, start: NDArray[np.uint64], length: I64) -> tuple[I64, I64, I64]:
+    """Which request lies in which segment with how many bytes; in pages of expandable segments with some of them."""
+    first = np.searchsorted(start, address.view(np.uint64), side="right") - 1
+    last = np.searchsorted(start, (address + np.maximum(size, 1) - 1).view(np.uint64), side="right") - 1
+    count = np.where(first >= 0, last - first + 1, 0)
+    if int(count.sum()) > len(size) + len(start):
+        count = np.minimum(count, 1)  # requests that share bytes: not what an allocator does
+    part = np.repeat(np.arange(len(size)), count)
+    at = np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count) + first[part]
+    begin = np.maximum((address[part].view(np.uint64) - start[at]).view(np.int64), 0)
+    ahead = np.maximum((start[at] - address[part].view(np.uint64)).view(np.int64), 0)
+    taken = np.minimum(length[at] - begin, size[part] - ahead)
+    inside = taken > 0
+    return part[inside], at[inside], taken[inside]
+
+
+def _pinned(
+    chosen: Requests, group: I64, part: I64, segment: I64, free: I64
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """For each group that keeps free bytes its bytes, how many requests, and the free bytes of segments that it alone
+    keeps and that others keep, too."""
+    groups = int(group.max(initial=-1)) + 1
+    pairs = np.unique(np.stack([segment, group[part]], axis=1), axis=0)
+    many = np.bincount(pairs[:, 0], minlength=len(free)) > 1
+    idle, shared = free[pairs[:, 0]], many[pairs[:, 0]]
+    alone = _sums(pairs[:, 1], np.where(shared, 0, idle), groups)
+    beside = _sums(pairs[:, 1], np.where(shared, idle, 0), groups)
+    there = np.unique(part)
+    nbytes = _sums(group[there], chosen.size[there], groups)
+    count = np.bincount(group[there], minlength=groups)
+    for k in np.flatnonzero((alone > 0) | (beside > 0)).tolist():
+        yield k, (int(nbytes[k]), int(count[k]), int(alone[k]), int(beside[k]))
 
 
 def _sums(which: I64, values: I64, count: int) -> I64:
@@ -490,21 +458,3 @@ def _load(lower: I64, upper: I64, size: I64, count: int) -> I64:
     np.add.at(change, lower + 1, size)
     np.subtract.at(change, upper + 1, size)
     return np.cumsum(change)[: count + 1]
-
-
-def _replayed(requests: Requests, *, expandable: bool) -> int:
-    """What PyTorch's allocator would reserve at most for the same requests, alone on its device."""
-    allocator = CachingAllocator(expandable=expandable)
-    count = len(requests)
-    at = np.concatenate([requests.upper, requests.lower])
-    # At one event nothing is both freed and made, but before the record many are made: by address.
-    order = np.lexsort((np.tile(requests.address.view(np.uint64), 2), at))
-    last = int(requests.upper.max(initial=0))
-    size, stream, address = requests.size.tolist(), requests.stream.tolist(), [0] * count
-    never = requests.upper == last
-    for k in order.tolist():
-        if k >= count:
-            address[k - count] = allocator.alloc(size[k - count], stream[k - count])
-        elif not never[k]:
-            allocator.free(address[k])
-    return allocator.peak

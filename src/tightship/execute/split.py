@@ -121,6 +121,9 @@ class Splitting:
         self.captured, self.mode, self.moves = captured, mode, moves
         self.least_of = least_of or self._least
         self.measured: Graph | None = None  # of the captured program, with what its ops take for themselves
+        self.tried: list[tuple[int, int, bool]] = []
+        """Slices that were not enough for the last plan, the bytes they need, and whether a search says so or a
+        bound."""
         self._bounds: dict[tuple[tuple[int, int], ...], int | None] = {}
 
     @cached_property
@@ -217,7 +220,7 @@ class Splitting:
     ) -> Choice:
         """The measured program and the plan to run: without slices if they are not needed and gain nothing.
         ``base`` is the captured program, measured; ``plan_of`` plans a program. Raises ``Infeasible``."""
-        self.measured = base.graph
+        self.measured, self.tried = base.graph, []
         best: Choice | None = None
         refused: Infeasible | None = None
         hopeless = self.least_of(base) > limit
@@ -233,6 +236,7 @@ class Splitting:
                 found = plan_of(measured(decision.apply(self.captured)))
             except Infeasible as no:
                 needed = no.placed or no.best_peak
+                self.tried.append((decision.most, needed, True))
                 least.append(
                     (needed, f"{decision.most} slices need {format_bytes(needed)}, as far as was searched")
                 )
@@ -263,10 +267,11 @@ class Splitting:
         tried: set[tuple[tuple[int, int], ...]] = set()
         for slices in self.candidates():
             bound, most = self.bound(slices), max(slices.values())
-            if bound is None or bound > limit:
-                above += (
-                    [] if bound is None else [(bound, f"{most} slices need {format_bytes(bound)} at least")]
-                )
+            if bound is None:
+                continue
+            if bound > limit:
+                above.append((bound, f"{most} slices need {format_bytes(bound)} at least"))
+                self.tried.append((most, bound, False))
                 continue
             kept, rounds = self.believed(slices)
             key = tuple(sorted((c.seed, n) for c, n in kept.items()))

@@ -29,13 +29,12 @@ from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of
 from tightship.graph import Graph, Op, Request, Storage, Value, aligned
 from tightship.plan import Plan
+from tightship.planners.ahead import FETCH, STORE
 from tightship.planners.default import STREAM
 from tightship.planners.order import sink
 from tightship.units import format_bytes, format_seconds
 
 __all__ = [
-    "FETCH",
-    "STORE",
     "Streamed",
     "Streaming",
     "all_streamed",
@@ -44,9 +43,6 @@ __all__ = [
     "moving",
     "streaming_advice",
 ]
-
-FETCH, STORE = "tightship.fetch", "tightship.store"
-"""Targets of the ops that copy."""
 
 _LEAST = 4096
 """Bytes below which a storage stays: moving it takes as long as moving these."""

@@ -3,15 +3,16 @@
 
 The core reads the opcodes of plain values alone (numbers, texts, lists, dicts, tuples); a file that has any other,
 such as one that calls a function, is refused. What a snapshot must have is checked with its place in it; keys that
-some versions of PyTorch do not write may be absent. Source: ``torch/cuda/memory.py`` (the structure),
-``torch/csrc/cuda/memory_snapshot.cpp`` and ``torch/csrc/cuda/Module.cpp`` (the two writers), of torch 2.1 to 2.13.
+some versions of PyTorch do not write may be absent: torch 1.12 and 1.13 wrote the list of segments alone, those and
+2.0 put stacks and requested bytes of a block into its ``history``, and settings came with 2.1. Source:
+``torch/cuda/memory.py`` (the structure), ``torch/csrc/cuda/memory_snapshot.cpp`` and ``torch/csrc/cuda/Module.cpp``
+(the two writers), of torch 1.12 to 2.13.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ __all__ = [
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
+
+FRAMES = 30
+"""Lines of a stack that are said, at most."""
 
 MAX_FILE = 1 << 32
 """Bytes of a file that is read."""
@@ -49,9 +53,11 @@ _STATES = {
 }
 
 _MOST_BYTES = 1 << 62
+_DEVICES = 1 << 10
 _MISSING, _NONE, _BOOLEAN, _INTEGER, _REAL, _TEXT, _LIST, _DICT, _TUPLE = range(9)
 _KINDS = ("missing", "None", "a boolean", "an integer", "a float", "a text", "a list", "a dict", "a tuple")
 _ENDINGS = (".pickle", ".pkl")
+_PACKED = {b"\x1f\x8b": "a gzip file", b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "a zstd file"}
 
 
 # --- what a snapshot says ---
@@ -133,6 +139,13 @@ class Stacks:
         number = np.array([texts[name] for name in names], dtype=np.int64)
         return number[row][which] if len(number) else which, list(texts)
 
+    def frames(self, stack: int) -> tuple[str, ...]:
+        """A stack's lines, innermost first: those of Python code outside torch, else all that have one."""
+        kinds, numbers = self._tree.items(stack) if stack >= 0 else (_NO[0], _NONE64)
+        ranked = [self._frame(n) for n in numbers[kinds == _DICT].tolist()]
+        best = 3 if any(rank >= 3 for rank, _ in ranked) else 1
+        return tuple(text for rank, text in ranked if rank >= best)[:FRAMES] or (NO_STACK,)
+
     def _innermost(self, stacks: I64) -> I64:
         """The frame that stands for each stack; -1 for an empty one."""
         start, (kinds, numbers) = self._tree.rows(stacks)
@@ -170,6 +183,16 @@ class Snapshot:
     stacks: Stacks
 
 
+_NONE64 = np.zeros(0, np.int64)
+_NO = (_NONE64.astype(np.uint8), _NONE64.astype(bool))
+_NO_EVENTS = Events(_NO[0], _NONE64, _NONE64, _NONE64, _NONE64, _NO[1], _NONE64)
+_NOTHING = (
+    Segments(_NONE64, _NONE64, _NONE64, _NO[1], _NO[1], _NO[1]),
+    Blocks(_NONE64, _NONE64, _NONE64, _NONE64, _NO[0], _NONE64),
+)
+"""What a snapshot without segments says of them."""
+
+
 # --- lines ---
 
 NO_STACK = "(no stack recorded)"
@@ -185,7 +208,7 @@ def _line(file: object, line: object, name: object) -> tuple[int, str]:
     torch = any(part in path for part in _TORCH) or path.startswith("torch/")
     library = any(part in path for part in _LIBRARIES)
     where = f"{'/'.join(path.rsplit('/', 2)[-2:])}:{line}" if path not in ("", "??") else ""
-    text = " ".join(part for part in (where, str(name)[:60]) if part)
+    text = " ".join(f"{where} {str(name)[:60]}".split())
     return (1 + python + (python and not torch) + (python and not torch and not library) if text else 0), text
 
 
@@ -207,59 +230,80 @@ def read_snapshot(path: PathLike) -> Snapshot:
     data = read_bytes(path, MAX_FILE, "a snapshot")
     if not data:
         raise BadInput("the file is empty", place=name)
+    for begin, what in _PACKED.items():
+        if data.startswith(begin):
+            raise BadInput(f"not a memory snapshot of PyTorch's: it is {what}: unpack it first", place=name)
     try:
         tree = _core.PlainPickle(data)
     except ValueError as error:
         raise BadInput(f"not a memory snapshot of PyTorch's: {error}", place=name) from None
-    return _Reading(tree, name).snapshot()
+    return _Reading(tree, name, len(data)).snapshot()
 
 
 @dataclass(frozen=True)
 class _Reading:
     tree: _core.PlainPickle
     file: str
+    most: int
+    """Entries that a file of its size may have: each takes at least a byte. Lists that are named again and again
+    would have more."""
 
     def snapshot(self) -> Snapshot:
         kind, root = self.tree.root
-        if kind != _DICT:
+        if kind not in (_DICT, _LIST) or (kind == _LIST and not len(self.tree.items(root)[0])):
+            held = "an empty list" if kind == _LIST else _KINDS[kind]
             raise self._fault(
-                f"it holds {_KINDS[kind]}, and a snapshot is a dict with 'segments' and 'device_traces'"
+                f"it holds {held}, and a snapshot is a dict with 'segments' and 'device_traces'"
             )
-        top = self._members(root)
-        missing = [name for name in ("segments", "device_traces") if name not in top]
-        if missing:
-            raise self._fault(f"a snapshot has {missing[0]!r}, and this has none")
-        segments = self._list(top["segments"], "segments")
-        traces = self._list(top["device_traces"], "device_traces")
-        events = []
-        for k, entry in enumerate(zip(*self.tree.items(traces), strict=True)):
-            place = f"device_traces[{k}]"
-            events.append(self._events(self._list((int(entry[0]), int(entry[1])), place), place))
+        top = {"segments": (kind, root)} if kind == _LIST else self._members(root)
+        if not {"segments", "device_traces"} & set(top):
+            raise self._fault("a snapshot has 'segments' or 'device_traces', and this has neither")
+        segments = self._list(top["segments"], "segments") if "segments" in top else None
+        events, left = [], self.most
+        if "device_traces" in top:
+            traces = self._list(top["device_traces"], "device_traces")
+            for k, entry in enumerate(zip(*self.tree.items(traces), strict=True)):
+                place = f"device_traces[{k}]"
+                rows = self._list((int(entry[0]), int(entry[1])), place)
+                left = self._less(left, len(self.tree.items(rows)[0]), place)
+                events.append(self._events(rows, place))
         return Snapshot(self._devices(segments, events), self._settings(top), Stacks(self.tree))
 
-    def _devices(self, segments: int, events: list[Events]) -> tuple[Device, ...]:
+    def _less(self, left: int, count: int, place: str) -> int:
+        if count > left:
+            raise self._fault(f"more than {self.most} entries in a file of so many bytes", place=place)
+        return left - count
+
+    def _devices(self, segments: int | None, events: list[Events]) -> tuple[Device, ...]:
         """Those that hold memory or have a history; numbers of devices are those of their traces."""
+        if segments is None:
+            return tuple(Device(k, e, *_NOTHING) for k, e in enumerate(events) if len(e))
         owner = self._integers(segments, "device", "segments", 0, least=0)
         most = max(len(events), int(owner.max(initial=-1)) + 1)
-        if most > 1 << 16:
+        if most > _DEVICES:
             raise self._fault(f"device {most - 1} is beyond what there may be", place="segments")
         every, blocks = self._segments(segments)
         found = []
-        for number in range(most):
+        there = {*np.unique(owner).tolist(), *(k for k, e in enumerate(events) if len(e))}
+        for number in sorted(there):
             mine = np.flatnonzero(owner == number)
             held = Segments(*(getattr(every, n)[mine] for n in Segments.__dataclass_fields__))
-            events_ = events[number] if number < len(events) else self._no_events
+            events_ = events[number] if number < len(events) else _NO_EVENTS
             inside = np.isin(blocks.segment, mine)
             rows = {n: getattr(blocks, n)[inside] for n in Blocks.__dataclass_fields__}
             rows["segment"] = np.searchsorted(mine, rows["segment"])
-            if len(held) or len(events_):
-                found.append(Device(number, events_, held, Blocks(**rows)))
+            self._check_apart(held, mine)
+            found.append(Device(number, events_, held, Blocks(**rows)))
         return tuple(found)
 
-    @cached_property
-    def _no_events(self) -> Events:
-        none = np.zeros(0, np.int64)
-        return Events(none.astype(np.uint8), none, none, none, none, none.astype(bool), none)
+    def _check_apart(self, held: Segments, which: I64) -> None:
+        """No two segments of a device share bytes."""
+        start = held.address.view(np.uint64)
+        order = np.lexsort((held.size, start))
+        end = start[order] + held.size[order].view(np.uint64)
+        for k in np.flatnonzero(end[:-1] > start[order][1:]).tolist():
+            one, two = sorted((int(which[order[k]]), int(which[order[k + 1]])))
+            raise self._fault(f"it overlaps segments[{one}]", place=f"segments[{two}]")
 
     def _events(self, rows: int, place: str) -> Events:
         action = self._codes(rows, "action", {name: k for k, name in enumerate(ACTIONS)}, place)
@@ -295,9 +339,10 @@ class _Reading:
             self._private(rows, "segment_pool_id"),
             self._flags(rows, "is_expandable"),
         )
-        blocks = [
-            self._blocks(int(row), k, int(found.address[k]), int(size[k])) for k, row in enumerate(lists)
-        ]
+        blocks, left = [], self._less(self.most, len(lists), place)
+        for k, row in enumerate(lists.tolist()):
+            left = self._less(left, len(self.tree.items(row)[0]), f"{place}[{k}]")
+            blocks.append(self._blocks(row, k, int(found.address[k]), int(size[k])))
         names = tuple(Blocks.__dataclass_fields__)
         none = np.zeros(0, np.int64)
         return found, Blocks(*(np.concatenate([none, *(getattr(b, n) for b in blocks)]) for n in names))
@@ -310,14 +355,34 @@ class _Reading:
         if int(size.sum()) != total:
             fault = f"blocks of {int(size.sum())} bytes in a segment of {total}"
             raise self._fault(f"{fault}; they must be the same", place=place)
+        said = self._integers(rows, "address", place, 0)
+        wrong = (said != address + before) & (self.tree.column(rows, "address")[0] == _INTEGER)
+        for k in np.flatnonzero(wrong).tolist():
+            fault = f"'address' is {said[k]}, and the blocks before it end at {address + int(before[k])}"
+            raise self._fault(fault, place=f"{place}[{k}]")
         requested = self._integers(rows, "requested_size", place, -1)
+        past, stack = self._history(rows)
+        requested = np.where(requested < 0, past, requested)
         state = self._codes(rows, "state", _STATES, place)
         for k in np.flatnonzero(state >= len(_STATES) - 1).tolist():
             raise self._fault(
                 "unknown state of a block: not one of " + ", ".join(_STATES), place=f"{place}[{k}]"
             )
         asked = np.where((requested < 0) | (requested > size), size, requested)
-        return Blocks(np.full(len(size), segment), address + before, size, asked, state, self._stacks(rows))
+        stack = np.where(stack < 0, self._stacks(rows), stack)
+        return Blocks(np.full(len(size), segment), address + before, size, asked, state, stack)
+
+    def _history(self, rows: int) -> tuple[I64, I64]:
+        """Requested bytes and stack of each block out of its ``history``, whose first entry is the last request; -1
+        where it has none."""
+        kinds, lists = self.tree.column(rows, "history")
+        asked, stack = np.full(len(kinds), -1, np.int64), np.full(len(kinds), -1, np.int64)
+        for k in np.flatnonzero(kinds == _LIST).tolist():
+            entries = self.tree.column(int(lists[k]), "real_size")
+            if len(entries[0]) and entries[0][0] == _INTEGER:
+                asked[k] = entries[1][0]
+                stack[k : k + 1] = self._stacks(int(lists[k]))[:1]
+        return asked, stack
 
     # --- columns ---
 
@@ -397,7 +462,10 @@ class _Reading:
         kind, number = top.get("allocator_settings", (_MISSING, 0))
         plain: dict[str, object] = {}
         for name, (k, n) in (self._members(number) if kind == _DICT else {}).items():
-            if k in (_INTEGER, _BOOLEAN):
+            if k == _DICT:
+                inner = self._members(n).items()
+                plain[name] = {key: value for key, (of, value) in inner if of == _INTEGER}
+            elif k in (_INTEGER, _BOOLEAN):
                 plain[name] = n if k == _INTEGER else bool(n)
             elif k in (_REAL, _TEXT):
                 plain[name] = self.tree.real(n) if k == _REAL else _text(self.tree, n)

@@ -29,18 +29,19 @@ STREAM = 2
 COPIES = 3
 """Of ops that copy what streams: one stream, as they share a link."""
 _SENT = "_c10d_functional.all_gather_into_tensor.default"
-_FETCH, _STORE = "tightship.fetch", "tightship.store"
+FETCH, STORE = "tightship.fetch", "tightship.store"
+"""Targets of the ops that copy what streams."""
 
 
 def _ahead_on(target: str) -> int:
     """The stream on which ops of this name may begin ahead, 0 where they may not: they change nothing, and send or
     copy by themselves."""
-    return STREAM if target.endswith(_SENT) else COPIES * (target == _FETCH)
+    return STREAM if target.endswith(_SENT) else COPIES * (target == FETCH)
 
 
 def runs_beside(graph: Graph) -> bool:
     """Whether there is an op that may run on a stream of its own."""
-    return any(_ahead_on(op.target) or op.target == _STORE for op in graph.ops)
+    return any(_ahead_on(op.target) or op.target == STORE for op in graph.ops)
 
 
 def largest_gather(graph: Graph) -> int:
@@ -193,7 +194,7 @@ class _Touches:
 
 def _stores(graph: Graph, steps: Sequence[Step]) -> dict[int, _Store]:
     """By step, those whose input is ended before anything else uses it."""
-    found = [i for i, s in enumerate(steps) if s.kind == "compute" and graph.ops[s.op].target == _STORE]
+    found = [i for i, s in enumerate(steps) if s.kind == "compute" and graph.ops[s.op].target == STORE]
     if not found:
         return {}
     uses: dict[int, list[int]] = {}

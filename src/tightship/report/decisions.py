@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -17,7 +17,10 @@ from tightship.units import format_bytes, format_seconds
 
 __all__ = ["difference_page", "difference_rows", "difference_tables", "why_tables"]
 
-_DONE = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded", "compress": "compressed"}
+_DONE = {
+    "keep": "kept", "recompute": "recomputed", "offload": "offloaded", "compress": "compressed",
+    "stream": "streamed", "split": "in slices", "whole": "in one piece",
+}  # fmt: skip
 _INEXACT = "counted from what the plan's decisions give, which is not quite what its planner made of them"
 
 
@@ -29,7 +32,8 @@ def why_tables(w: Why) -> list[RenderableType]:
         f"{w.name} ({w.kind}, {format_bytes(w.bytes)}) is {_DONE[w.way]}{limit}{source}",
         "",
     ]
-    items += ["\n".join(f"  {a.way:<9}  {_outcome(a)}" for a in w.alternatives)]
+    wide = max((len(a.way) for a in w.alternatives), default=0)
+    items += ["\n".join(f"  {a.way:<{wide}}  {_outcome(a)}" for a in w.alternatives)]
     if w.place:
         items += ["", "\n".join(w.place)]
     return items if w.exact else [*items, "", f"note: {_INEXACT}"]
@@ -38,7 +42,7 @@ def why_tables(w: Why) -> list[RenderableType]:
 def _outcome(a: Alternative) -> str:
     if a.verdict in ("chosen", "not possible"):
         return f"{a.verdict}: {a.reason}"
-    cost = f"peak {_change(a.more)}, time {_seconds(a.extra)}"
+    cost = f"peak {_change(a.more)}" + (f", time {_seconds(a.extra)}" if a.time else "")
     return (
         f"{a.verdict} {a.reason}: {cost}"
         if a.verdict == "over the budget"
@@ -86,7 +90,7 @@ def difference_tables(one: Plan, two: Plan, d: Differences, top: int = 10) -> li
             "",
             table_,
         ]
-    notes = list(_notes(d, top))
+    notes = list(_notes(one, two, d, top))
     return [*items, "", "\n".join(notes)] if notes else items
 
 
@@ -102,6 +106,8 @@ def _numbers(one: Plan, two: Plan) -> Iterator[tuple[str, str, str]]:
     for number in NUMBERS:
         if number.heading:
             a, b = number.of(one), number.of(two)
+            if number.rare and not (a or b):
+                continue
             first, second = ("none" if x is None else shown(number, x) for x in (a, b))
             yield number.heading, first, second
 
@@ -114,7 +120,11 @@ def _cost(row: Difference) -> tuple[str, str]:
     return (_change(row.more), _seconds(row.extra)) if row.possible else ("not alone", "")
 
 
-def _notes(d: Differences, top: int) -> Iterator[str]:
+def _notes(one: Plan, two: Plan, d: Differences, top: int) -> Iterator[str]:
+    if d.machines:
+        yield f"another machine in the second: {d.machines}"
+    for which, plan in (("first", one), ("second", two)):
+        yield from (f"{which}: {note}" for note in plan.notes)
     if d.moved:
         yield f"{d.moved:,} ops follow another op in the second"
     for which, rows in (("first", d.only_one), ("second", d.only_two)):
@@ -139,6 +149,9 @@ def difference_page(one: Plan, two: Plan, d: Differences, *, title: str = "") ->
         table("Both plans", [("", "text"), ("first", "text"), ("second", "text")], list(_numbers(one, two))),
         table("What the second does differently", [*heads, ("peak", "text"), ("time", "text")], cut(rows, 1)),
     ]
+    listed = replace(d, only_one=(), only_two=())  # in tables of their own
+    if notes := [[note] for note in _notes(one, two, listed, 10)]:
+        sections.append(table("Notes", [("note", "text")], notes))
     for which, only in (("first", d.only_one), ("second", d.only_two)):
         if only:
             cells = cut([list(row) for row in only], 1)

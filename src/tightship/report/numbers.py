@@ -22,7 +22,7 @@ from tightship.units import format_bytes, format_seconds, percent
 __all__ = [
     "BANDS", "NUMBERS", "POINT", "POLICY", "Column", "Maker", "ModuleCost", "Number", "Peak", "ResidenceRow", "Share",
     "at_peak", "band", "changes_of", "columns", "comparable", "frontier_rows", "label", "makers", "module_costs",
-    "moments", "peak_of", "plan_rows", "residence_rows", "shown", "slots", "summary",
+    "moments", "peak_of", "plan_rows", "point_numbers", "residence_rows", "shown", "slots", "summary",
 ]  # fmt: skip
 
 BANDS = ("weights", "state", "batch", "activation", "gradient", "workspace")
@@ -38,13 +38,37 @@ class Number:
     """A number: its key in JSON, how it is counted, and its heading and unit where people are shown it.
 
     ``unit``: bytes, seconds, count, percent (a share, with its sign) or text. ``wide``: left out where a terminal is
-    narrow."""
+    narrow. ``rare``: left out where it is nothing."""
 
     key: str
     of: Callable[..., Any]
     heading: str = ""
     unit: str = ""
     wide: bool = False
+    rare: bool = False
+
+
+def _bytes_of(change: str) -> Callable[[Plan], int]:
+    """What a plan says of what streams, or is in slices."""
+
+    def of(plan: Plan) -> int:
+        row = plan.meta.get(change)
+        found = row.get("bytes") if isinstance(row, dict) else None
+        return found if type(found) is int and 0 <= found < 1 << 62 else 0
+
+    return of
+
+
+_streamed, _split = _bytes_of("streamed"), _bytes_of("split")
+
+
+def before(plan: Plan) -> tuple[int, float]:
+    """Peak and seconds before planning: of the program in one piece and in memory, where the plan's is another."""
+    row = plan.meta.get("in_one_piece")
+    peak, time = (row.get("peak"), row.get("time")) if isinstance(row, dict) else (None, None)
+    if type(peak) is int and 0 <= peak < 1 << 62 and type(time) is float and 0 <= time < 1e300:
+        return peak, time
+    return plan.peak_before, plan.time_before
 
 
 def _steps_of(kind: str) -> Callable[[Plan], int]:
@@ -52,7 +76,7 @@ def _steps_of(kind: str) -> Callable[[Plan], int]:
 
 
 NUMBERS: tuple[Number, ...] = (
-    Number("peak_before", lambda p: p.peak_before, "before", "bytes"),
+    Number("peak_before", lambda p: before(p)[0], "before", "bytes"),
     Number("peak_after", lambda p: p.peak, "peak", "bytes"),
     Number("budget", lambda p: p.budget, "budget", "bytes"),
     Number("met", lambda p: p.met),
@@ -61,10 +85,12 @@ NUMBERS: tuple[Number, ...] = (
     Number("static", lambda p: p.static, "static", "bytes"),
     Number("arena", lambda p: p.arena, "arena", "bytes"),
     Number("handed", lambda p: p.handed),
+    Number("streamed", _streamed, "streamed", "bytes", rare=True),
+    Number("split", _split, "in slices", "bytes", rare=True),
     Number("host", lambda p: p.host),
     Number("host_budget", lambda p: p.host_budget),
     Number("lossy", lambda p: p.lossy),
-    Number("time_before", lambda p: p.time_before, "time before", "seconds"),
+    Number("time_before", lambda p: before(p)[1], "time before", "seconds"),
     Number("time_after", lambda p: p.time, "time", "seconds"),
     Number("time_bound", lambda p: p.time_bound),
     Number("time_gap", lambda p: p.time_gap),
@@ -122,6 +148,8 @@ POINT: tuple[Number, ...] = (
     Number("extra", lambda f, p: p.time / _once(f) - 1, "extra time", "percent"),
     Number("least", lambda f, p: max(0.0, p.time_bound / _once(f) - 1), "at least", "percent"),
     Number("flops", lambda f, p: f.more_flops(p), "extra FLOPs", "percent", wide=True),
+    Number("streamed", lambda f, p: _streamed(p), "streamed", "bytes", rare=True),
+    Number("split", lambda f, p: _split(p), "in slices", "bytes", rare=True),
     Number("changes", lambda f, p: _changes(f, p), "changes", "text"),
 )
 """What is said of each plan of a frontier."""
@@ -134,6 +162,11 @@ POLICY: tuple[Number, ...] = (
     Number("ours", _ours, "ours within it", "text"),
 )
 """What is said of each other policy beside a frontier."""
+
+
+def point_numbers(f: Frontier) -> tuple[Number, ...]:
+    """Those of `POINT` that say something of these plans."""
+    return tuple(n for n in POINT if not n.rare or any(n.of(f, p) for p in f.points))
 
 
 def frontier_rows(f: Frontier) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from tightship.diagnose.snapshot import DeviceReport, Failure, Saving
+from tightship.diagnose.snapshot import DeviceReport, Failure, PinningStack, Saving
 from tightship.report.numbers import Column
 from tightship.report.pages import Fact, Section, cut, page_of, table
 from tightship.report.text import Chart, new_table
@@ -18,10 +18,12 @@ __all__ = ["snapshot_page", "snapshot_rows", "snapshot_tables"]
 
 _LAYOUT = (
     ("requested", "alive, as asked for"),
-    ("rounding", "alive, but nobody asked for it: sizes are multiples of 512"),
-    ("stranded", "free, in segments in which something is alive"),
-    ("cached", "free, in segments in which nothing is"),
+    ("rounding", "alive, but nobody asked for it: sizes are rounded up"),
+    ("stranded", "free, in segments (or expandable pages) in which something is alive"),
+    ("cached", "free, in segments (or expandable pages) in which nothing is"),
 )
+_STACKS, _FRAMES = 3, 6
+"""Call stacks in the terminal, and lines of each."""
 
 
 def snapshot_rows(name: str, devices: Sequence[DeviceReport]) -> dict[str, Any]:
@@ -89,12 +91,21 @@ def _facts(d: DeviceReport) -> Iterator[tuple[str, str]]:
     yield "fragmentation", f"{100 * d.fragmentation:.1f} % of what was reserved"
     if d.private:
         yield "private pools", f"{format_bytes(d.private)}"
+    if d.capacity is not None:
+        yield "the device", f"{format_bytes(d.capacity)} for these pools, seen where it was full"
+    if d.settings:
+        yield "settings", d.settings
 
 
 def _failure_lines(failures: Sequence[Failure], top: int) -> Iterator[str]:
     for f in failures[-top:]:
         enough = "; without fragmentation it would have fit" if f.asked <= f.free + f.idle else ""
+        if f.takes <= f.free:
+            enough = (
+                "; the device had enough: a limit of the process (set_per_process_memory_fraction) kept it"
+            )
         text = f"out of memory at event {f.event}: {format_bytes(f.asked)} asked for"
+        text += f" (a segment of {format_bytes(f.takes)})" if f.takes > f.asked else ""
         yield (
             f"{text}, {format_bytes(f.free)} free on the device, {format_bytes(f.idle)} idle in what is reserved"
             + enough
@@ -128,15 +139,37 @@ def _idle(d: DeviceReport, top: int) -> Iterator[RenderableType]:
         if len(d.pins) > top:
             kept.add_row(f"({len(d.pins) - top} more)", "", "", "", style="dim")
         yield from ("", kept)
+    if d.stacks:
+        yield ""
+        yield "\n".join(_stack_lines(d.stacks, min(top, _STACKS)))
+
+
+def _stack_lines(stacks: Sequence[PinningStack], top: int) -> Iterator[str]:
+    yield "Call stacks that strand most:"
+    for s in stacks[:top]:
+        tensors = f"{s.count} tensor{'s'[: s.count != 1]} of {format_bytes(s.bytes)}"
+        yield f"  {format_bytes(s.alone)} alone, {format_bytes(s.shared)} with others; {tensors}"
+        yield from (f"    {frame}" for frame in s.frames[:_FRAMES])
+        if len(s.frames) > _FRAMES:
+            yield f"    ({len(s.frames) - _FRAMES} more)"
+    if len(stacks) > top:
+        yield f"  ({len(stacks) - top} more)"
 
 
 def _savings(d: DeviceReport) -> Iterator[RenderableType]:
     saved = new_table(("what would help", 18, None), "reserved", "saves", ("how", 7, None))
     for s in d.savings:
-        saved.add_row(s.name, format_bytes(s.reserved), _saves(s), s.how)
+        saved.add_row(s.name, format_bytes(s.reserved), _saves(s), _how(s))
     yield from ("", saved)
     if d.simulated is not None:
         yield f"(simulated as it was: {format_bytes(d.simulated)} reserved, {format_bytes(d.reserved)} recorded)"
+
+
+def _how(s: Saving) -> str:
+    if s.failed is None:
+        return s.how
+    many = f"{s.failed} request{'s' * (s.failed != 1)} find{'s' * (s.failed == 1)} no memory"
+    return f"{s.how}: {many if s.failed else 'every request fits'}"
 
 
 def _saves(s: Saving) -> str:
@@ -193,7 +226,11 @@ def _page_tables(d: DeviceReport, of: str) -> Iterator[Section]:
         pins = [[p.line, p.alone, p.shared, p.count] for p in d.pins]
         heads = [("line", "text"), ("alone", "bytes"), ("with others", "bytes"), ("tensors", "count")]
         yield table(f"What keeps free bytes from being given back{of}", heads, cut(pins, 1))
-    rows = [[s.name, s.reserved, _saves(s), s.how] for s in d.savings]
+    if d.stacks:
+        stacks = [[" ← ".join(s.frames), s.alone, s.shared, s.bytes, s.count] for s in d.stacks]
+        heads = [("call stack, innermost first", "text"), ("alone", "bytes"), ("with others", "bytes")]
+        yield table(f"Call stacks that strand bytes{of}", [*heads, *number], cut(stacks, 1))
+    rows = [[s.name, s.reserved, _saves(s), _how(s)] for s in d.savings]
     heads = [("what would help", "text"), ("reserved", "bytes"), ("saves", "text"), ("how", "text")]
     yield table(f"What would help{of}", heads, rows)
     notes = [[note] for note in d.notes] + [[line] for line in _failure_lines(d.failures, 10)]

@@ -21,7 +21,6 @@ from tightship.plan import Plan, Step
 from tightship.planners.batch import BatchSize
 from tightship.planners.frontier import Frontier
 from tightship.report.numbers import (
-    POINT,
     POLICY,
     Column,
     Number,
@@ -31,6 +30,7 @@ from tightship.report.numbers import (
     comparable,
     makers,
     peak_of,
+    point_numbers,
     shown,
     slots,
 )  # fmt: skip
@@ -280,7 +280,7 @@ def frontier_tables(f: Frontier) -> list[RenderableType]:
     head = f"{f.graph.name} ({len(f.graph.ops)} ops), one step {format_seconds(f.before[1])}; "
     of = " of those that are tried" if f.changed else ""
     items: list[RenderableType] = [f"{head}no plan{of} needs less than {format_bytes(f.lower_bound)}"]
-    for numbers, rows in ((POINT, f.points), (POLICY, f.others)):
+    for numbers, rows in ((point_numbers(f), f.points), (POLICY, f.others)):
         if rows:
             items += ["", Fitting([_number_table(f, rows, numbers, wide) for wide in (True, False)])]
     ended = "; interrupted: not all that were asked for" if f.interrupted else ""

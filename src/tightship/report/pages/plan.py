@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from tightship.diagnose.alternatives import size_of, slices_of, streamed_as, tensor_of
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners.batch import BatchSize
@@ -13,7 +14,6 @@ from tightship.planners.frontier import Frontier, budget_of
 from tightship.report.numbers import (
     BANDS,
     NUMBERS,
-    POINT,
     POLICY,
     at_peak,
     columns,
@@ -21,6 +21,7 @@ from tightship.report.numbers import (
     label,
     module_costs,
     plan_rows,
+    point_numbers,
     residence_rows,
 )
 from tightship.report.pages import ROWS, Fact, Section, cut, page_of, table
@@ -49,15 +50,24 @@ def plan_page(
     ``batches``: the sizes that were looked at to find the largest that fits. ``frontier``: plans for other budgets,
     to choose from."""
     s = dict(plan_rows(plan, graph) if rows is None else rows)
-    facts: list[Fact] = [(n.heading, s[n.key], n.unit) for n in NUMBERS if n.heading and n.key in s]
+    facts: list[Fact] = [
+        (n.heading, s[n.key], n.unit)
+        for n in NUMBERS
+        if n.heading and n.key in s and (s[n.key] or not n.rare)
+    ]
     about = f"{s['planner']}, planned in {format_seconds(s['seconds'])}; {len(plan.steps)} steps"
     about += "" if s["met"] else "; the budget is NOT met"
     before = before or graph
     unplanned = replay(before, baseline(before)).peak
-    beside = (s["peak_before"] - unplanned, s["peak_after"] - plan.peak)
+    changed = (
+        plan.meta.get("in_one_piece") is not None
+    )  # drawn is what runs: the numbers are of the step as it was
+    beside = (0 if changed else s["peak_before"] - unplanned, s["peak_after"] - plan.peak)
     sections = steps_of(before, graph, plan, marks(s["budget"], s["lower_bound"]), beside)
+    if changed:
+        sections[0]["panels"][0]["caption"] = "with slices and streams, not planned"
     sections[1:1] = batch_sizes(batches)
-    sections[1:1] = [] if frontier is None else other_budgets(frontier, plan)
+    sections[1:1] = [] if frontier is None else other_budgets(frontier, plan, graph)
     return page_of(title or f"Plan for {graph.name}", about, facts, sections, s)
 
 
@@ -305,31 +315,35 @@ def frontier_page(f: Frontier, *, title: str = "") -> str:
             [(n.heading, n.unit) for n in numbers],
             [[n.of(f, row) for n in numbers] for row in rows_],
         )
-        for heading, numbers, rows_ in (("Plans", POINT, f.points), ("Other policies", POLICY, f.others))
+        for heading, numbers, rows_ in (
+            ("Plans", point_numbers(f), f.points),
+            ("Other policies", POLICY, f.others),
+        )
         if rows_
     ]
     sections = [_chart(f), what_if(f), _memory(f), *tables, at_peak]
     return page_of(title or f"Time against memory: {f.graph.name}", about, facts, sections, rows)
 
 
-def other_budgets(f: Frontier, plan: Plan) -> list[Section]:
+def other_budgets(f: Frontier, plan: Plan, graph: Graph) -> list[Section]:
     """In the page of a plan: the plans for other budgets beside it, each with its memory."""
     beside = _memory(f) | {"heading": "Memory with the plan that is chosen"}
     beside["panels"] = [p | {"view": f"what if, {p['view']}"} for p in beside["panels"]]
-    rows = [[n.of(f, p) for n in POINT] for p in f.points]
-    listed = table("Plans for other budgets", [(n.heading, n.unit) for n in POINT], rows, fold="as a table")
-    return [what_if(f, plan), beside, listed]
+    numbers = point_numbers(f)
+    rows = [[n.of(f, p) for n in numbers] for p in f.points]
+    listed = table("Plans for other budgets", [(n.heading, n.unit) for n in numbers], rows, fold="as a table")
+    return [what_if(f, (graph, plan)), beside, listed]
 
 
 _DOES = {"recompute": "recomputed", "offload": "offloaded", "compress": "compressed"}
 
 
-def what_if(f: Frontier, base: Plan | None = None) -> Section:
-    """A choice of plan: for each its numbers, what it does, and which tensors it treats otherwise than ``base`` (the
-    plan that needs least, if None)."""
-    base = base or f.points[0]
+def what_if(f: Frontier, compared: tuple[Graph, Plan] | None = None) -> Section:
+    """A choice of plan: for each its numbers, what it does, and which tensors it treats otherwise than the one that
+    is ``compared`` (the plan that needs least, if None)."""
+    of, base = compared or (f.graph_of(f.points[0]), f.points[0])
     sizes: dict[str, int] = {}
-    ours = _ways(f.graph_of(base), base, sizes)
+    ours = _ways(of, base, sizes)
     plans = []
     for p in f.points:
         graph, change = f.graph_of(p), f.change_of(p)
@@ -344,7 +358,7 @@ def what_if(f: Frontier, base: Plan | None = None) -> Section:
             [name, ours.get(name, "kept"), ways.get(name, "kept"), sizes[name]]
             for name in dict.fromkeys(name for name, _ in other)
         ]
-        facts = [(n.heading, n.of(f, p), n.unit) for n in POINT if n.key != "changes"]
+        facts = [(n.heading, n.of(f, p), n.unit) for n in point_numbers(f) if n.key != "changes"]
         facts.insert(2, ("time", p.time, "seconds"))
         plans.append({"facts": facts, "does": does, "changes": cut(changes, 3), "changed": len(changes)})
     names = [("tensor", "text"), ("there", "text"), ("here", "text"), ("bytes", "bytes")]
@@ -353,20 +367,29 @@ def what_if(f: Frontier, base: Plan | None = None) -> Section:
 
 
 def _ways(graph: Graph, plan: Plan, sizes: dict[str, int]) -> dict[str, str]:
-    """What is done with each storage that is not kept all the time, by its name, which it has in changed graphs too;
+    """What is done with each tensor that is not kept all the time, by its name, which it has in changed graphs too;
     notes their ``sizes``."""
     found: dict[str, set[str]] = {}
+    in_parts: set[str] = set()
+    for k, storage in enumerate(graph.storages):
+        if (tensor := tensor_of(graph, k)) and tensor not in found and (parts := streamed_as(graph, k)):
+            found[tensor], sizes[tensor] = {"streamed"}, size_of(graph, parts)
+        elif (split := slices_of(graph, plan, k)) is not None:
+            found[split["name"]], sizes[split["name"]] = {"in slices"}, split["bytes"]
+            in_parts.add(storage.name)
     for step in plan.steps:
         if step.kind in _DOES:
-            for s in (graph.storages[s] for s in step.storages):
-                found.setdefault(s.name, set()).add(_DOES[step.kind])
-                sizes[s.name] = s.size
+            for s in step.storages:
+                name = graph.storages[s].name
+                if name not in in_parts and not tensor_of(graph, s):
+                    found.setdefault(name, set()).add(_DOES[step.kind])
+                    sizes[name] = graph.storages[s].size
     return {name: " and ".join(sorted(words)) for name, words in found.items()}
 
 
 def _chart(f: Frontier) -> Section:
     once = f.before[1] or 1.0
-    values = [{n.key: n.of(f, p) for n in POINT} | {"time": p.time} for p in f.points]
+    values = [{n.key: n.of(f, p) for n in point_numbers(f)} | {"time": p.time} for p in f.points]
     points = [
         v
         | {
