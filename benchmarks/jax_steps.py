@@ -1,12 +1,13 @@
 """JAX steps of other packages (flax, equinox, optax) within budgets, beside jax.checkpoint's policies.
 
-    python benchmarks/jax_steps.py [--only NAMES] [--budgets static+60%,static+35%] [--json] [--write]
+    python benchmarks/jax_steps.py [--only NAMES] [--budgets static+80%,static+60%,…] [--json] [--write]
 
-Of each step: what XLA says that the program takes as it is, with each stock policy (`jax.checkpoint` around the
-blocks, where the model has such, else around the loss; compiled with XLA's default order and with its order for
-memory), and fitted to each budget; with floating-point operations over those of the step as it is, as XLA counts them
-(the body of a loop once), also for fitted steps. Values are compared with the step's. Needs flax, equinox and optax.
-``--write`` puts the table into docs/benchmarks.md.
+Of each step: what XLA says that the program takes as it is, with each stock policy (`jax.checkpoint` around each
+block of the model; the better of XLA's default order and its order for memory), fitted to the bytes of each policy
+that saves any (and 0.1 % more), and fitted to each budget; with floating-point operations over those of the step as
+it is, as XLA counts them (the body of a loop once), also for fitted steps. Values are compared with the step's. Needs
+flax, equinox and optax. ``--write`` puts the table into docs/benchmarks.md; ``--read`` takes rows that runs with
+``--json`` printed, for several steps at a time.
 """
 
 from __future__ import annotations
@@ -55,13 +56,21 @@ def _trained(loss: Any, optimizer: Any, params: Any, *data: Any) -> Made:
 
 
 def cnn(wrap: Wrap) -> Made:
+    class Block(nn.Module):
+        channels: int
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for _ in range(2):
+                x = nn.relu(nn.GroupNorm(8)(nn.Conv(self.channels, (3, 3))(x)))
+            return nn.max_pool(x, (2, 2), (2, 2))
+
     class CNN(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
+            block = wrap(Block)
             for c in (16, 32, 64):
-                for _ in range(2):
-                    x = nn.relu(nn.GroupNorm(8)(nn.Conv(c, (3, 3))(x)))
-                x = nn.max_pool(x, (2, 2), (2, 2))
+                x = block(c)(x)
             return nn.Dense(10)(x.mean((1, 2)))
 
     model, x = CNN(), jax.random.normal(KEY, (16, 32, 32, 3))
@@ -70,7 +79,7 @@ def cnn(wrap: Wrap) -> Made:
         labels = jnp.arange(16) % 10
         return optax.softmax_cross_entropy_with_integer_labels(model.apply(p, x), labels).mean()
 
-    return _trained(wrap(loss), optax.adamw(1e-3), model.init(KEY, x), x)
+    return _trained(loss, optax.adamw(1e-3), model.init(KEY, x), x)
 
 
 def _gpt(wrap: Wrap, scan: bool, remat: bool = False) -> Made:
@@ -114,11 +123,14 @@ def mlp(wrap: Wrap) -> Made:
     params, rest = eqx.partition(model, eqx.is_array)
 
     def loss(p: Any, x: Any) -> Any:
-        labels = jnp.arange(len(x)) % 10
-        logits = jax.vmap(eqx.combine(p, rest))(x)
+        labels, net = jnp.arange(len(x)) % 10, eqx.combine(p, rest)
+        layer = wrap(lambda weight, bias, x: jax.nn.relu(x @ weight.T + bias))
+        for row in net.layers[:-1]:
+            x = layer(row.weight, row.bias, x)
+        logits = jax.vmap(net.layers[-1])(x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    return _trained(wrap(loss), optax.lion(1e-4), params, jax.random.normal(KEY, (1024, 32)))
+    return _trained(loss, optax.lion(1e-4), params, jax.random.normal(KEY, (1024, 32)))
 
 
 def lstm(wrap: Wrap) -> Made:
@@ -147,12 +159,15 @@ def unet(wrap: Wrap) -> Made:
             self.e = nnx.Conv(64, 3, (3, 3), rngs=r)
 
         def __call__(self, x: Any) -> Any:
-            a = nnx.silu(self.n(self.a(x)))
-            b = nnx.silu(self.c(nnx.silu(self.b(a))))
-            return self.e(jnp.concatenate([nnx.silu(self.d(b)), a], -1))
+            a = wrap(lambda x: nnx.silu(self.n(self.a(x))))(x)
+            b = wrap(lambda a: nnx.silu(self.c(nnx.silu(self.b(a)))))(a)
+            return wrap(lambda a, b: self.e(jnp.concatenate([nnx.silu(self.d(b)), a], -1)))(a, b)
 
     definition, state = nnx.split(UNet(nnx.Rngs(0)))
-    loss = wrap(lambda p, x: ((nnx.merge(definition, p)(x) - x) ** 2).mean())
+
+    def loss(p: Any, x: Any) -> Any:
+        return ((nnx.merge(definition, p)(x) - x) ** 2).mean()
+
     return _trained(loss, optax.adam(1e-3), state, jax.random.normal(KEY, (8, 32, 32, 3)))
 
 
@@ -181,56 +196,65 @@ STEPS: dict[str, Callable[[Wrap], Made]] = {
 }
 
 
-def _numbers(compiled: Any) -> tuple[int, float]:
-    """Bytes and floating-point operations, as XLA says."""
+def _numbers(compiled: Any) -> tuple[int, int, float]:
+    """Total bytes, temporaries, and floating-point operations, as XLA says."""
     m = compiled.memory_analysis()
     total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-    return total, float(compiled.cost_analysis()["flops"])
+    return total, m.temp_size_in_bytes, float(compiled.cost_analysis()["flops"])
 
 
-def _peers(make: Callable[[Wrap], Made], blocks: bool) -> Iterator[tuple[str, int, float]]:
+def _peers(make: Callable[[Wrap], Made], modules: bool) -> Iterator[tuple[str, int, int, float]]:
     for name in POLICIES:
         policy = getattr(jax.checkpoint_policies, name)
         wrap = (
             (lambda f, p=policy: nn.remat(f, policy=p))
-            if blocks
+            if modules
             else (lambda f, p=policy: jax.checkpoint(f, policy=p))
         )
         step, args = make(wrap)
         lowered = jax.jit(step).lower(*args)
-        for order, options in (("", None), (", order for memory", MEMORY_FIRST)):
-            yield name + order, *_numbers(lowered.compile(options))
+        yield name, *min(_numbers(lowered.compile(options)) for options in (None, MEMORY_FIRST))
 
 
 def rows(name: str, budgets: list[str]) -> Iterator[dict[str, Any]]:
     make = STEPS[name]
     step, args = make(_plain)
     plain = jax.jit(step).lower(*args).compile()
-    total, flops = _numbers(plain)
+    total, temporaries, flops = _numbers(plain)
     # Without the parameters: Adam's first step turns the noise of gradients that are nothing into whole steps.
     expected = jax.tree.leaves(plain(*args)[1:])
-    yield {"step": name, "budget": "", "how": "as it is", "total": total, "flops": 1.0}
-    for policy, found, counted in _peers(make, name.startswith("GPT")):
-        yield {"step": name, "budget": "", "how": policy, "total": found, "flops": counted / flops}
-    for budget in budgets:
-        fitted = tightship.jax.fit(step, budget, cache=None)
+
+    def fitted(budget: str | int, called: str) -> dict[str, Any]:
+        made = tightship.jax.fit(step, budget, cache=None)
+        row: dict[str, Any] = {"step": name, "budget": called, "how": "fit"}
         began = time.process_time()
         try:
-            fit = fitted.prepare(*args)
+            fit = made.prepare(*args)
         except Infeasible as error:
-            took = time.process_time() - began
-            yield {
-                "step": name, "budget": budget, "how": "fit", "total": error.best_peak, "limit": error.budget,
-                "flops": None, "met": False, "seconds": took,
-            }  # fmt: skip
-            continue
-        took, got = time.process_time() - began, jax.tree.leaves(fitted(*args)[1:])
+            found = {"total": error.best_peak, "limit": error.budget, "flops": None, "met": False}
+            found["temporaries"] = error.best_peak - total + temporaries
+            return {**row, **found, "seconds": time.process_time() - began}
+        took, got = time.process_time() - began, jax.tree.leaves(made(*args)[1:])
         close = all(np.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(got, expected, strict=True))
-        yield {
-            "step": name, "budget": budget, "how": "fit", "total": fit.memory.total, "limit": fit.budget,
+        return {
+            **row, "total": fit.memory.total, "temporaries": fit.memory.temporaries, "limit": fit.budget,
             "flops": fit.operations / flops, "met": fit.memory.total <= fit.budget, "close": close,
             "programs": len(fit.tried), "seconds": took,
         }  # fmt: skip
+
+    yield {
+        "step": name, "budget": "", "how": "as it is", "total": total, "temporaries": temporaries, "flops": 1.0
+    }  # fmt: skip
+    known: list[int] = []
+    for policy, found, temporary, counted in _peers(make, name.startswith(("CNN", "GPT"))):
+        row = {"step": name, "budget": "", "how": policy, "total": found, "temporaries": temporary}
+        yield {**row, "flops": counted / flops}
+        if found < total and not any(abs(found - other) < 0.001 * found for other in known):
+            known.append(found)
+            mine = fitted(int(1.001 * found), f"{policy}'s")
+            yield {**mine, "ahead": mine["met"] and mine["flops"] <= 1.002 * counted / flops}
+    for budget in budgets:
+        yield fitted(budget, budget)
 
 
 def main() -> None:
@@ -238,27 +262,40 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="names of steps, with commas; parts of them will do")
-    parser.add_argument("--budgets", default="static+60%,static+35%")
+    parser.add_argument("--budgets", default="static+80%,static+60%,static+40%,static+35%")
+    parser.add_argument("--read", nargs="*", type=Path, default=[], help="files of rows, instead of a run")
     parser.add_argument("--json", action="store_true", help="a row in each line")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     o = parser.parse_args()
     wanted = [n for n in STEPS if not o.only or any(part in n for part in o.only.split(","))]
     found = []
-    for name in wanted:
+    for path in o.read:
+        found += map(json.loads, path.read_text().splitlines())
+    found.sort(key=lambda row: list(STEPS).index(row["step"]))
+    for name in wanted if not o.read else ():
         for row in rows(name, o.budgets.split(",")):
             found.append(row)
             print(json.dumps(row) if o.json else row, flush=True)
-    head = ["step", "how", "budget", "total", "operations", "programs", "seconds of the processor"]
+    head = [
+        "step",
+        "how",
+        "budget",
+        "temporaries",
+        "total",
+        "operations",
+        "programs",
+        "seconds of the processor",
+    ]
     cells = [
         [
-            r["step"], r["how"], r["budget"],
-            f"{r['total'] / 2**20:.2f} MiB" + ("" if r.get("met", True) else ", not met"),
-            "" if r["flops"] is None else f"{r['flops']:.2f}", str(r.get("programs", "")),
+            r["step"], r["how"], r["budget"], f"{r['temporaries'] / 2**20:.2f}",
+            f"{r['total'] / 2**20:.2f}" + ("" if r.get("met", True) else ", not met"),
+            "" if r["flops"] is None else f"{r['flops']:.3f}", str(r.get("programs", "")),
             f"{r['seconds']:.0f}" if "seconds" in r else "",
         ]
         for r in found
     ]  # fmt: skip
-    text = pages.table(head, ["---"] * 3 + ["---:"] * 4, cells)
+    text = pages.table(head, ["---"] * 3 + ["---:"] * 5, cells)
     print(text)
     if o.write:
         pages.put(PAGE, BEGIN, END, text)

@@ -11,6 +11,16 @@ import tightship  # noqa: E402
 from tightship.errors import BadInput, Infeasible  # noqa: E402
 from tightship.frontends.jax_program import Ops, inlined  # noqa: E402
 from tightship.integrations.jax_fit import FittedStep  # noqa: E402
+from tightship.integrations.jax_levels import (  # noqa: E402
+    POLICIES,
+    Planner,
+    _peak,
+    _whole,
+    unplanned_bytes,
+)  # fmt: skip
+from tightship.integrations.jax_regions import program_of  # noqa: E402
+from tightship.integrations.jax_search import compile_for, memory_of, operations_of  # noqa: E402
+from tightship.simulate import replay  # noqa: E402
 
 LAYERS, BATCH, WIDE = 6, 256, 32
 KEY = jax.random.PRNGKey(0)
@@ -322,7 +332,8 @@ def in_scans_in_a_scan(params, x):
 
 @pytest.mark.parametrize(("forward", "several"), [(body_of_layers(jax.checkpoint), False), (in_blocks, True)])
 def test_checkpoints_of_the_step_are_planned_anew(forward, several) -> None:
-    """With room for more, less is made again."""
+    """With room for more, less is made again; and with less room than they take, the step still fits, unless what one
+    kernel of the body reads and writes is all that is there."""
     step, params = step_of(forward), separate(weights()) if several else weights()
     expected = jax.jit(step)(params, X)
     fitted = tightship.jax.fit(step, "64MiB")
@@ -330,6 +341,62 @@ def test_checkpoints_of_the_step_are_planned_anew(forward, several) -> None:
     (fit,) = fitted.fits
     assert fit.extra_flops < -0.1 and fit.operations < fit.operations_before
     assert fit.memory.total <= fit.budget
+    fitted = tightship.jax.fit(step, "static+75%")
+    if not several:
+        with pytest.raises(Infeasible) as error:
+            fitted(params, X)
+        assert error.value.best_peak <= fit.before.total
+        fitted = tightship.jax.fit(step, error.value.best_peak)
+    assert same(fitted(params, X), expected)
+    (fit,) = fitted.fits
+    assert fit.memory.total <= fit.budget
+    assert not several or fit.memory.temporaries <= 0.75 * fit.before.temporaries
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_of_checkpoint_is_better(name) -> None:
+    """Within the bytes that XLA says of a policy around the body, a fitted step takes no more operations."""
+    policy = getattr(jax.checkpoint_policies, name)
+    lowered = jax.jit(step_of(body_of_layers(lambda f: jax.checkpoint(f, policy=policy)))).lower(weights(), X)
+    stock = min(
+        (memory_of(c).total, operations_of(c))
+        for c in (compile_for(lowered, memory=memory, quick=True) for memory in (True, False))
+    )
+    fit = tightship.jax.fit(step_of(in_a_scan), int(1.001 * stock[0])).prepare(weights(), X)
+    assert fit.memory.total <= fit.budget < fit.before.total
+    assert fit.operations <= 1.002 * stock[1]
+
+
+def test_the_gradient_of_a_pooling_is_computed_in_parts_of_the_batch() -> None:
+    """XLA takes many times the bytes of its operand for it on CPUs."""
+
+    def loss(x, w):
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return (
+            jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") ** 2
+        ).mean()
+
+    x, w = jax.random.normal(KEY, (16, 16, 16, 8)), jax.random.normal(KEY, (3, 3, 8, 8))
+    step = jax.value_and_grad(loss, argnums=1)
+    fitted = tightship.jax.fit(step, "static+50%")
+    assert same(fitted(x, w), jax.jit(step)(x, w))
+    (fit,) = fitted.fits
+    assert fit.memory.temporaries <= 0.5 * fit.before.temporaries and fit.extra_flops == 0
+
+
+def test_what_costs_nothing_is_made_inside_of_the_loop_that_reads_it() -> None:
+    def step(params, x, lengths):
+        mask = jnp.broadcast_to((jnp.arange(WIDE) < lengths[:, None])[None], (8, BATCH, WIDE))
+        return jax.lax.scan(lambda x, w: (jnp.where(mask[0] & mask[7], layer(x, w), x), None), x, params)[0]
+
+    args = weights(), X, jnp.arange(BATCH) % WIDE
+    closed = jax.jit(step).trace(*args).jaxpr
+    found = program_of(closed)
+    (loop,) = (e for e in found.equations if e.name == "scan")
+    whole = max(x.aval.size for e in closed.eqns if e.primitive.name == "scan" for x in e.invars[:1])
+    assert whole == 8 * BATCH * WIDE and found.nbytes(loop.read[:1]) == BATCH * WIDE
+    flat = jax.tree.leaves(args)
+    assert np.array_equal(jax.jit(found.call)(flat)[0], jax.jit(inlined(closed).call)(flat)[0])
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -353,6 +420,22 @@ def test_what_a_shard_map_hands_on_is_planned(inside, checked) -> None:
     fitted = tightship.jax.fit(step, "static+50%")
     assert same(fitted(weights(), X), jax.jit(step)(weights(), X))
     assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+
+
+def test_what_is_made_again_in_a_shard_map_differs_from_device_to_device_as_before() -> None:
+    """A weight that is the same on all devices is not held back by an activation that is not."""
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), jax.sharding.PartitionSpec
+
+    def loss(params, x):
+        return jax.lax.pmean((in_a_row(params, x) ** 2).mean(), "data")
+
+    step = jax.value_and_grad(
+        jax.shard_map(loss, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())
+    )
+    fitted = tightship.jax.fit(step, "static+75%")
+    assert same(fitted(separate(weights()), X), jax.jit(step)(separate(weights()), X))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+    assert fitted.fits[0].repeated > 0
 
 
 @pytest.mark.parametrize("kind", ["cond", "while", "scan in scan"])
@@ -392,6 +475,18 @@ def test_a_plan_is_kept_on_disk_and_read_by_a_second_start(monkeypatch, tmp_path
 
 
 class TestLevels:
+    @pytest.mark.parametrize("policy", [None, *POLICIES])
+    def test_peaks_are_those_of_a_replay(self, policy) -> None:
+        program = program_of(jax.jit(step_of(in_a_row)).trace(separate(weights()), X).jaxpr)
+        planner = Planner("select")
+        beyond = 0.4 * unplanned_bytes(program)
+        level = planner.by_policy(program, policy, beyond) if policy else planner.level(program, beyond)
+        graph, steps = level.ops.graph, level.steps
+        assert any(twice for twice, _ in steps)
+        assert (
+            _peak(graph, steps) == replay(graph, _whole(graph, steps)).peak == graph.static_bytes + level.peak
+        )
+
     def test_the_program_is_the_function(self) -> None:
         """Written out again without any repetition, every equation computes what it did."""
         args = weights(), X

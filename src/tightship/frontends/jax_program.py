@@ -25,7 +25,18 @@ from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, called, flops_of, source_of
 from tightship.graph import Graph, Op
 
-__all__ = ["Equation", "Ops", "Program", "array_of", "inlined", "late", "merged", "on_values"]
+__all__ = [
+    "FREE",
+    "Equation",
+    "Ops",
+    "Program",
+    "array_of",
+    "inlined",
+    "late",
+    "merged",
+    "on_values",
+    "varying",
+]
 
 _CALLS = (
     "jit",
@@ -45,7 +56,7 @@ _ELEMENTWISE = frozenset(
     "logistic lt max min mul ne neg nextafter not or pow real imag rem round rsqrt select_n shift_left "
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor".split()
 )
-_FREE = frozenset("broadcast_in_dim expand_dims iota reshape squeeze stop_gradient".split())
+FREE = frozenset("broadcast_in_dim expand_dims iota reshape squeeze stop_gradient".split())
 """Made again by whoever reads them: XLA takes them for views, or puts them into each fusion."""
 
 
@@ -158,6 +169,14 @@ class Program:
                 self.equations.append(Equation(e, given, tuple(made), behind, remat=remat))
             known |= zip(e.outvars, made, strict=True)
         return [read(x) for x in jaxpr.outvars]
+
+
+def varying(aval: Any) -> frozenset[Any]:
+    """The axes of a mesh along which a value differs from device to device."""
+    known: Any = getattr(aval, "vma", None)
+    if known is None:
+        known = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
+    return frozenset(known)
 
 
 def array_of(literal: Any) -> Any:
@@ -347,7 +366,7 @@ def _fused(program: Program) -> list[tuple[int, ...]]:
     free = {
         i
         for i, e in enumerate(equations)
-        if e.name in _FREE and e.outputs[0] not in results and e.outputs[0] in readers
+        if e.name in FREE and e.outputs[0] not in results and e.outputs[0] in readers
     }
     head = list(range(len(equations)))
     for i in reversed(range(len(equations))):
@@ -456,15 +475,25 @@ def late(
         return dict(zip(names, held[: len(names)], strict=True))
     if not tokens:
         return {}
-    always = functools.reduce(operator.and_, map(_always, tokens))
+    differ = frozenset[Any]().union(*(varying(jax.typeof(t)) for t in tokens))
+
+    @functools.cache
+    def always_for(axes: frozenset[Any]) -> Any:
+        told = [t for t in tokens if varying(jax.typeof(t)) <= axes]
+        return functools.reduce(operator.and_, map(_always, told))
+
     held_back: dict[int, Any] = {}
     for op, row in zip(group, outside, strict=True):
         if set(ops.reads(ops.members[op])) & made or any(v in held_back for v in row):
             continue  # is late by an operand that is
         may = [v for v in row if not jax.dtypes.issubdtype(program.avals[v].dtype, jax.dtypes.extended)]
+        # What is one on all devices of a mesh is not chosen by what differs there.
+        may = [v for v in may if differ <= varying(jax.typeof(known[v]))] or [
+            v for v in may if any(varying(jax.typeof(t)) <= varying(jax.typeof(known[v])) for t in tokens)
+        ]
         if may:
             v = min(may, key=lambda v: (v in program.constants, bytes_of(program.avals[v])))
-            chosen = jnp.broadcast_to(always, jnp.shape(known[v]))
+            chosen = jnp.broadcast_to(always_for(varying(jax.typeof(known[v]))), jnp.shape(known[v]))
             held_back[v] = jax.lax.select_n(chosen, jnp.zeros_like(known[v]), known[v])
     return held_back
 

@@ -33,15 +33,18 @@ import numpy as np
 
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.files import DEFAULT, folder_of, from_json, to_json, write_file
-from tightship.frontends.jax_program import inlined
 from tightship.frontends.jaxpr import flops_of
-from tightship.integrations.jax_search import Level, Memory, Search, compile_for, memory_of, operations_of
+from tightship.integrations.jax_levels import Level
+from tightship.integrations.jax_regions import program_of
+from tightship.integrations.jax_search import Memory, Search, compile_for, memory_of, operations_of
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
 __all__ = ["Fit", "FittedStep", "Memory", "fit"]
 
 _PLACE = "tightship.jax.fit"
+_LAST = 2.5
+"""Time that XLA takes for the program that will run, over that for a first look at the step."""
 _KEPT = 500
 """Plans that are kept on disk; those not read for longest are removed."""
 
@@ -292,7 +295,7 @@ class _Planning:
         self, traced: Any, leaves: list[Any], budget: Budget, folder: Path | None, until: float
     ) -> None:
         self.traced, self.leaves, self.budget, self.until = traced, leaves, budget, until
-        self.program = inlined(traced.jaxpr)
+        self.program = program_of(traced.jaxpr)
         info = jax.tree.leaves(traced.args_info)
         self.donated = tuple(k for k, x in enumerate(info) if x.donated)
         self.flops = sum(map(flops_of, traced.jaxpr.eqns))
@@ -310,27 +313,24 @@ class _Planning:
 
     def searched(self) -> tuple[Any, Fit]:
         lowered = self.traced.lower()
+        began = time.process_time()
         first = compile_for(lowered, memory=False, quick=True)
+        until = self.until - _LAST * (time.process_time() - began)
         before, operations = memory_of(first), operations_of(first)
         limit = self.budget.resolve(before.total, static=before.static)
         drops = "differentiated=True" in str(self.traced.jaxpr)  # checkpoints that make something again
         if before.total <= limit and not drops:
             return self._given(lowered, limit, operations)
-        search = Search(self.program, self.leaves, self.donated, limit, before, self.until)
+        search = Search(self.program, self.leaves, self.donated, limit, before, until, operations)
         try:
-            best = search.run()
+            best, compiled = search.run()
         except Infeasible:
             if before.total <= limit:
                 return self._given(lowered, limit, operations)
             raise
         if before.total <= limit and best.level.flops >= self.flops:
             return self._given(lowered, limit, operations)
-        compiled = compile_for(best.lowered, memory=best.order, quick=False)
         fit = self._fit(compiled, best.level, limit, before, operations, tuple(search.tried))
-        if fit.memory.total > limit:
-            raise Infeasible(
-                budget=limit, lower_bound=before.static, best_peak=fit.memory.total, compiled=True
-            )
         if self.path is not None:
             sizes = (before.arguments, before.outputs, before.aliased, before.temporaries)
             row = _Kept(limit, sizes, operations, min(best.beyond, 1e300), best.order, best.log)

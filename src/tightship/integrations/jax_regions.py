@@ -9,26 +9,30 @@ planned as any program is, and then written out again as two: `handed_on`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import jax
+from jax.extend import core
 
-from tightship.frontends.jax_program import Equation, Ops, Program, inlined, merged, on_values
+from tightship.frontends.jax_program import FREE, Equation, Ops, Program, inlined, merged, on_values, varying
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import aligned
 
 __all__ = [
+    "ROWWISE",
     "Pair",
     "PlannedPair",
     "bodies_of",
+    "by_rows",
     "crossing_bytes",
     "devices_of",
     "handed_on",
     "has_effects",
     "pairs_of",
+    "program_of",
     "with_functions",
 ]
 
@@ -38,6 +42,44 @@ _Function = Callable[..., list[Any]]
 # --- what an equation runs inside ---
 
 
+def program_of(closed: Any) -> Program:
+    """The program of a jaxpr, with what costs nothing inside of the loops that read it: outside, it would be an array
+    for as long as they run."""
+    made = inlined(closed)
+    maker = {v: e for e in made.equations if e.name in FREE for v in e.outputs}
+    equations = [_with_makers(e, maker, made.avals) if e.name == "scan" else e for e in made.equations]
+    return replace(made, equations=equations)
+
+
+def _with_makers(e: Equation, maker: Mapping[int, Equation], avals: Sequence[Any]) -> Equation:
+    """A loop that makes by itself what each of its iterations reads as a whole, from less."""
+    p, inputs, invars = e.made.params, list(e.inputs), list(e.made.invars)
+    chains: dict[int, list[Equation]] = {}
+    for j in range(p["num_consts"]):
+        x = inputs[j]
+        while isinstance(x, int) and x in maker and len(maker[x].inputs) == 1:
+            source = maker[x].inputs[0]
+            if bytes_of(avals[source] if isinstance(source, int) else source.aval) > bytes_of(avals[x]):
+                break
+            chains.setdefault(j, []).insert(0, maker[x])
+            invars[j], x = maker[x].made.invars[0], source
+        inputs[j] = x
+    if not chains:
+        return e
+
+    jaxpr, equations, takes = p["jaxpr"].jaxpr, [], list(p["jaxpr"].jaxpr.invars)
+    for j, chain in chains.items():
+        at = takes[j] = core.Var(invars[j].aval)
+        for k, link in enumerate(chain):
+            last = k == len(chain) - 1
+            (to,) = [jaxpr.invars[j]] if last else [core.Var(x.aval) for x in link.made.outvars]
+            equations.append(link.made.replace(invars=[at], outvars=[to]))
+            at = to
+    inner = p["jaxpr"].replace(jaxpr=jaxpr.replace(invars=takes, eqns=[*equations, *jaxpr.eqns]))
+    made = e.made.replace(params={**p, "jaxpr": inner}, invars=invars)
+    return replace(e, made=made, inputs=tuple(inputs))
+
+
 def bodies_of(e: Equation) -> tuple[Program, ...]:
     """The programs that an equation runs: the body of a loop, the branches of a condition, the shard of a map. None
     for an equation that is no such thing, or was rewritten already."""
@@ -45,14 +87,36 @@ def bodies_of(e: Equation) -> tuple[Program, ...]:
         return ()
     p = e.made.params
     if e.name == "scan":
-        return (inlined(p["jaxpr"]),)
+        return (program_of(p["jaxpr"]),)
     if e.name == "while":
-        return (inlined(p["body_jaxpr"]),)
+        return (program_of(p["body_jaxpr"]),)
     if e.name == "cond":
-        return tuple(map(inlined, p["branches"]))
+        return tuple(map(program_of, p["branches"]))
     if e.name == "shard_map" and set(p) >= _SHARD:
-        return (inlined(p["jaxpr"]),)
+        return (program_of(p["jaxpr"]),)
     return ()
+
+
+ROWWISE = frozenset({"select_and_scatter_add"})
+"""Primitives that compute each row of a batch by itself, and may take many times the bytes of their results."""
+
+
+def by_rows(e: Equation, room: int) -> Equation:
+    """An equation of ``ROWWISE`` as a loop over as few parts of its batch as take ``room`` bytes."""
+    window = (e.made.params[name][0] for name in ("window_dimensions", "window_strides", "padding"))
+    rows = int(e.made.outvars[0].aval.shape[0])
+    if tuple(window) != (1, 1, (0, 0)):
+        return e
+    moved = sum(bytes_of(x.aval) for x in (*e.made.invars, *e.made.outvars))
+    many = [n for n in range(1, rows + 1) if rows % n == 0]
+    parts = next((n for n in many if e.inner + moved <= n * room), rows)
+
+    def instead(values: Sequence[Any]) -> list[Any]:
+        split = [x.reshape(parts, rows // parts, *x.shape[1:]) for x in values]
+        made = jax.lax.map(lambda xs: e.bind(xs)[0], tuple(split))
+        return [made.reshape(rows, *made.shape[2:])]
+
+    return replace(e, instead=instead, inner=(e.inner + moved) // parts) if parts > 1 else e
 
 
 def devices_of(e: Equation) -> int:
@@ -170,7 +234,7 @@ class _Loops:
         return range(told, told + around)
 
     def outside(self, aval: Any) -> Any:
-        return _Array((self.forward.made.params["length"], *aval.shape), aval.dtype, _varying(aval))
+        return _Array((self.forward.made.params["length"], *aval.shape), aval.dtype, varying(aval))
 
     def bind(self, halves: Halves) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
         consts, carry, told, around = self._counts
@@ -220,8 +284,8 @@ class _Shards:
     def _axes(self, aval: Any) -> tuple[Any, ...]:
         p = self.forward.made.params
         axes = p["newly_manual_axes"]
-        varying = _varying(aval) if p["check_vma"] else axes
-        return tuple(n for n in p["mesh"].axis_names if n in axes and n in varying)
+        differs = varying(aval) if p["check_vma"] else axes
+        return tuple(n for n in p["mesh"].axis_names if n in axes and n in differs)
 
     def outside(self, aval: Any) -> Any:
         shape = tuple(aval.shape) or (1,)
@@ -260,14 +324,6 @@ class _Shards:
             return _shard(q, body, values, takes, q["out_specs"])
 
         return first, second
-
-
-def _varying(aval: Any) -> frozenset[Any]:
-    """The axes of a mesh along which a value differs from device to device."""
-    known: Any = getattr(aval, "vma", None)
-    if known is None:
-        known = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
-    return frozenset(known)
 
 
 @dataclass(frozen=True)
@@ -447,7 +503,7 @@ def _pair(program: Program, i: int, k: int, rows: Sequence[tuple[int, int]]) -> 
 
 
 def _alike(a: Any, b: Any) -> bool:
-    return bool(a.shape == b.shape and a.dtype == b.dtype and _varying(a) == _varying(b))
+    return bool(a.shape == b.shape and a.dtype == b.dtype and varying(a) == varying(b))
 
 
 def _append(to: Program, program: Program, inputs: Sequence[int]) -> list[Any]:
@@ -473,13 +529,15 @@ def _append(to: Program, program: Program, inputs: Sequence[int]) -> list[Any]:
 @dataclass(frozen=True)
 class PlannedPair:
     """How the two bodies of a pair run: ops of its joined program, before the cut and after it, each with whether it
-    has run before in that body; bytes that each takes while it runs."""
+    has run before in that body; bytes that each takes while it runs. ``inside``: how many operations run again inside
+    of what these run."""
 
     ops: Ops
     first: tuple[tuple[bool, int], ...]
     second: tuple[tuple[bool, int], ...]
     bytes_first: int
     bytes_second: int
+    inside: int = 0
 
 
 def handed_on(program: Program, chosen: Sequence[tuple[Pair, PlannedPair]], hold: str) -> Program:

@@ -1,430 +1,24 @@
-"""The search of `jax_fit`: programs for a budget, planned level by level, and corrected by what XLA says of them.
+"""The search of `jax_fit`: programs for a budget, planned and then corrected by what XLA says of them.
 
-A level is a program: the step, the body of a loop, a branch, a shard. What its equations run inside is planned for
-the bytes that are left where they run (`Planner`). XLA places and fuses on its own, so what was planned for is
-corrected by its analysis of each program that was compiled (`Search`), cheaply: without optimizing code for the
-processor, which decides nothing about memory.
+XLA places and fuses on its own, so what was planned for is corrected by its analysis of each program that was
+compiled, cheaply: without fast code for the processor, which decides nothing about memory.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from tightship.errors import Infeasible, Unsupported
-from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.jax_program import Equation, Ops, Program, on_values
-from tightship.frontends.jaxpr import bytes_of
-from tightship.graph import Graph, Op, aligned
-from tightship.integrations.jax_regions import (
-    Pair,
-    PlannedPair,
-    bodies_of,
-    crossing_bytes,
-    devices_of,
-    handed_on,
-    has_effects,
-    pairs_of,
-    with_functions,
-)
-from tightship.plan import Step
-from tightship.planners import default
-from tightship.simulate import baseline, replay
+from tightship.frontends.jax_program import Program, on_values
+from tightship.integrations.jax_levels import POLICIES, Level, Planner, unplanned_bytes
 
-__all__ = [
-    "Candidate",
-    "Level",
-    "Memory",
-    "Planner",
-    "Search",
-    "compile_for",
-    "memory_of",
-    "operations_of",
-    "unplanned_bytes",
-]
-
-_WORK = 4_000_000
-"""Ops that one search simulates at most: the same plan on every machine."""
-_DROPPED = 64
-"""Repetitions of repetitions that are tried to be left out."""
-_TIGHTENED = 3
-"""How often a plan is looked for at the least peak that was reached."""
-_SHARES = (1.0, 0.7, 0.45, 0.3, 0.18, 0.08, 0.0)
-"""Parts of what loops may hand on that are tried."""
-
-Steps = list[tuple[bool, int]]
-"""Which op runs when, and whether for the second time."""
-
-
-@dataclass(frozen=True)
-class Level:
-    """A program as planned: ``steps`` over ``ops``, their modeled ``peak`` beyond what is given, floating-point
-    operations, and how many operations run again, inside of loops too."""
-
-    ops: Ops
-    steps: Steps
-    peak: int
-    flops: int
-    again: int
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """The graph that is planned for a level, in ``beyond`` bytes; ``op_of``: ops of the level by the graph's (None:
-    none)."""
-
-    graph: Graph
-    op_of: tuple[int | None, ...]
-    beyond: float
-    rest: int | None = None
-
-
-@dataclass
-class Planner:
-    """Plans levels. ``log``: what was decided, in the order of the questions; ``given``: such a log, to decide it
-    again as it was. ``hold``: how repetitions are held back (`on_values`)."""
-
-    hold: str
-    log: list[Any] = field(default_factory=list)
-    given: Iterator[Any] | None = None
-    _inner: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    _handed: dict[Any, tuple[Any, PlannedPair, list[Any]]] = field(default_factory=dict)
-
-    def level(self, program: Program, beyond: float) -> Level:
-        """The program with the fewest operations within ``beyond`` bytes, as the model has it, or the one that
-        takes least: loops hand on as large a part of what they may as there is room for."""
-        pairs = pairs_of(program)
-        if not pairs or beyond == math.inf:
-            return self._at(program, pairs, beyond, 1.0)[0]
-        if self.given is not None:
-            share = float(next(self.given))
-            self.log.append(share)
-            return self._at(program, pairs, beyond, share)[0]
-        kept, tried = self.log, []
-
-        def attempt(share: float) -> Level:
-            self.log = []
-            level = self._at(program, pairs, beyond, share)[0]
-            tried.append(
-                (
-                    level.peak > beyond,
-                    level.flops if level.peak <= beyond else level.peak,
-                    share,
-                    level,
-                    self.log,
-                )
-            )
-            return level
-
-        above = 0  # tries within the bytes, one after the other, that took more operations than the best
-        for share in _SHARES:
-            level = attempt(share)
-            if level.peak <= beyond:
-                best = min(row[1] for row in tried if not row[0])
-                above = above + 1 if level.flops > best else 0
-                if level.again == 0 or above > 1:
-                    break
-        _, _, share, level, log = min(tried, key=lambda row: (row[0], row[1], -row[2]))
-        self.log = [*kept, share, *log]
-        return level
-
-    def _at(
-        self, program: Program, pairs: Sequence[Pair], beyond: float, share: float, pair: Pair | None = None
-    ) -> tuple[Level, PlannedPair | None]:
-        """The level where loops hand on ``share``; of a pair's joined program, with its two halves."""
-        program = replace(program, equations=[self._measured(e) for e in program.equations])
-        chosen = [(p, self._halves(p, math.inf, share)) for p in pairs]
-        made = handed_on(program, chosen, self.hold)
-        ops = Ops(_without_inner(made) if beyond < math.inf else made)
-        frame, steps = self._solved(ops, pair, share, beyond)
-        if beyond < math.inf:
-            room = self._room(made, ops, frame, steps, beyond)
-            short = {i for i, left in room.items() if made.equations[i].inner > left}
-            chosen = [
-                (
-                    p,
-                    self._halves(p, max(0, room[p.backward]), share)
-                    if {p.forward, p.backward} & short
-                    else halves,
-                )
-                for p, halves in chosen
-            ]
-            made, inside = self._inside(handed_on(program, chosen, self.hold), room, short)
-            ops = Ops(made)
-            if any(e.inner for e in made.equations):
-                frame, steps = self._solved(ops, pair, share, beyond)
-            else:
-                frame = _frame(ops, pair, share, beyond)
-        else:
-            inside = 0
-        return self._level(ops, frame, steps, inside + sum(_repeats(p, h) for p, h in chosen))
-
-    def _level(self, ops: Ops, frame: _Frame, steps: Steps, again: int) -> tuple[Level, PlannedPair | None]:
-        graph = frame.graph
-        full = _whole(graph, steps)
-        line = replay(graph, full)
-        own = [(twice, op) for twice, k in steps if (op := frame.op_of[k]) is not None]
-        flops = sum(ops.graph.ops[op].flops for _, op in own)
-        count = again + sum(twice for twice, _ in own)
-        if frame.rest is None:
-            return Level(ops, own, line.peak - graph.static_bytes, flops, count), None
-        at = next(k for k, (_, op) in enumerate(steps) if op == frame.rest)
-        level_at = next(k for k, s in enumerate(full) if s.kind == "compute" and s.op == frame.rest)
-        first = [(twice, op) for twice, k in steps[:at] if (op := frame.op_of[k]) is not None]
-        second, ran = [], set()
-        for _, k in steps[at + 1 :]:
-            op = frame.op_of[k]
-            if op is not None:
-                second.append((op in ran, op))
-                ran.add(op)
-        static = graph.static_bytes
-        parts = (line.during[:level_at], line.during[level_at + 1 :])
-        peaks = [max(0, max(part, default=static) - static) for part in parts]
-        level = Level(ops, own, max(peaks), flops, count)
-        return level, PlannedPair(ops, tuple(first), tuple(second), *peaks)
-
-    def _halves(self, pair: Pair, beyond: float, share: float) -> PlannedPair:
-        """A pair's bodies where ``share`` of what they may is handed on, within ``beyond`` bytes each."""
-        key = (id(pair.first.made), id(pair.second.made), share, beyond)
-        if key not in self._handed or self.given is not None:
-            kept, self.log = self.log, []
-            planned = self._at(pair.joined, pairs_of(pair.joined), beyond, share, pair)[1]
-            assert planned is not None
-            self._handed[key] = pair, planned, self.log
-            self.log = kept
-        _, planned, log = self._handed[key]
-        self.log.extend(log)
-        return planned
-
-    def _solved(self, ops: Ops, pair: Pair | None, share: float, beyond: float) -> tuple[_Frame, Steps]:
-        """The plan of a level. Bodies of a pair that cannot be had within ``beyond`` bytes take what they must, and
-        hand on no more for that."""
-        frame = _frame(ops, pair, share, beyond)
-        steps = self._solve(frame)
-        for _ in range(_TIGHTENED if pair is not None and beyond < math.inf else 0):
-            graph = frame.graph
-            need = replay(graph, _whole(graph, steps)).peak - graph.static_bytes
-            if need <= frame.beyond + (1 << 10):
-                break
-            frame = _frame(ops, pair, share, need)
-            steps = self._solve(frame)
-        return frame, steps
-
-    def _solve(self, frame: _Frame) -> Steps:
-        if self.given is not None:
-            steps = [(bool(twice), int(op)) for twice, op in next(self.given)]
-            _check(frame.graph, steps)
-        else:
-            steps = _plan(frame.graph, frame.beyond)
-        self.log.append(steps)
-        return steps
-
-    # --- what equations run inside ---
-
-    def _measured(self, e: Equation) -> Equation:
-        """An equation with the bytes that it takes inside, unplanned. XLA writes the gradient of a pooling for CPUs
-        with an array of indices for each of four dimensions, and a window's five results."""
-        key = id(e.made)
-        if e.name == "select_and_scatter_add" and jax.default_backend() == "cpu":
-            source, operand = (math.prod(x.aval.shape) for x in e.made.invars[:2])
-            return replace(e, inner=16 * operand + 20 * source)
-        if e.inner or e.instead is not None or e.name not in ("scan", "while", "cond", "shard_map"):
-            return e
-        if key not in self._inner:
-            most = max((unplanned_bytes(self._within(b)) for b in bodies_of(e)), default=0)
-            self._inner[key] = e.made, most * devices_of(e)
-        return replace(e, inner=self._inner[key][1])
-
-    def _within(self, program: Program) -> Program:
-        return replace(program, equations=[self._measured(e) for e in program.equations])
-
-    def _room(self, program: Program, ops: Ops, frame: _Frame, steps: Steps, beyond: float) -> dict[int, int]:
-        """Bytes left for what runs inside of equations, where these run."""
-        full = _whole(frame.graph, steps)
-        line = replay(frame.graph, full)
-        found = {}
-        for k, step in enumerate(full):
-            op = frame.op_of[step.op] if step.kind in ("compute", "recompute") else None
-            i = None if op is None else ops.members[op][-1]
-            if i is not None and i not in found and program.equations[i].inner:
-                found[i] = int(beyond) - (line.during[k] - frame.graph.static_bytes)
-        return found | {i: int(beyond) for i, e in enumerate(program.equations) if e.inner and i not in found}
-
-    def _inside(self, program: Program, room: dict[int, int], short: set[int]) -> tuple[Program, int]:
-        """The program with the bodies of its equations ``short`` of bytes planned, and how much runs again."""
-        equations, again = list(program.equations), 0
-        for i in sorted(short):
-            e = equations[i]
-            bodies = bodies_of(e)
-            if not bodies or has_effects(e):
-                continue
-            many = devices_of(e)
-            levels = [self.level(body, max(0, room[i] // many)) for body in bodies]
-            inner = max(level.peak for level in levels) * many
-            if inner >= e.inner:
-                continue
-            functions = [on_values(level.ops, level.steps, self.hold) for level in levels]
-            n = int(e.made.params["length"]) if e.name == "scan" else 1
-            more = n * sum(level.flops for level in levels) - replace(e, more=0).flops
-            equations[i] = replace(
-                e,
-                instead=with_functions(e, functions),
-                inner=inner,
-                more=more if e.name != "while" else e.more,
-            )
-            again += sum(level.again for level in levels)
-        return replace(program, equations=equations), again
-
-
-def unplanned_bytes(program: Program) -> int:
-    """What a program takes beyond what it is given, run as it is."""
-    graph = Ops(program).graph
-    return replay(graph, baseline(graph)).peak - graph.static_bytes
-
-
-def _without_inner(program: Program) -> Program:
-    return replace(program, equations=[replace(e, inner=0) for e in program.equations])
-
-
-def _repeats(pair: Pair, planned: PlannedPair) -> int:
-    """Operations of a pair that run again: of the first body in the second, and any twice in one."""
-    ops = planned.ops
-    twice = sum(again for again, _ in (*planned.first, *planned.second))
-    return twice + sum(ops.members[op][-1] < pair.cut for again, op in planned.second if not again)
-
-
-def _frame(ops: Ops, pair: Pair | None, share: float, beyond: float) -> _Frame:
-    """The graph of a level. Of a pair: the first body, then an op that needs all but what may be handed on, then the
-    second body, for which all that it reads of the first is kept, or made again."""
-    if pair is None:
-        return _Frame(ops.graph, tuple(range(len(ops.graph.ops))), beyond)
-    body, begins, own = ops.program, pair.begins, pair.arrives
-    most = crossing_bytes(body, pair.cut, begins)
-    saved = most if any(e.once for e in body.equations) else int(most * share)
-    if beyond == math.inf:  # more than either body can take
-        beyond = 2 * saved + 2 * body.nbytes(range(len(body.avals))) + sum(e.inner for e in body.equations)
-    saved += sum(aligned(bytes_of(body.avals[v])) for v in own)  # what comes between is there, too
-    room = max(0, int(beyond) - saved)
-    b, home = GraphBuilder(), {}
-    op_of: list[int | None] = []
-
-    def add(op: Op, of: int | None = None) -> int:
-        op_of.append(of)
-        return b.op(op)
-
-    for v in (*body.constants, *body.inputs):
-        kind = "activation" if v in begins or v in own else "parameter"
-        home[v] = b.tensor(f"{kind}.{v}", bytes_of(body.avals[v]), kind=kind)
-    b.inputs = [home[v] for v in (*body.constants, *body.inputs) if v not in begins and v not in own]
-    add(Op("begins", "begins", (), tuple(home[v] for v in sorted(begins)), effect=True))
-    rest = None
-    kept = [v for v in body.outputs[: len(pair.keeps)] if isinstance(v, int)]
-
-    def middle() -> int:
-        add(Op("ends", "ends", tuple(dict.fromkeys(home[v] for v in kept)), effect=True))
-        made = tuple(home[v] for v in sorted(own))
-        return add(Op("rest", "rest", (), made, workspace=room, effect=True))
-
-    for k, (row, results, op) in enumerate(zip(ops.members, ops.results, ops.graph.ops, strict=True)):
-        if rest is None and row[-1] >= pair.cut:
-            rest = middle()
-        for v in results:
-            home[v] = b.tensor(f"made.{v}", bytes_of(body.avals[v]))
-        reads = tuple(home[v] for v in ops.reads(row))
-        phase = "forward" if rest is None else "backward"
-        add(replace(op, inputs=reads, outputs=tuple(home[v] for v in results), phase=phase), k)
-    rest = middle() if rest is None else rest
-    given = set(b.inputs)
-    ends = [home[v] for v in body.outputs[len(pair.keeps) :] if isinstance(v, int)]
-    graph = b.graph([v for v in dict.fromkeys(ends) if v not in given], "pair")
-    return _Frame(graph, tuple(op_of), beyond, rest)
-
-
-def _plan(graph: Graph, beyond: float) -> Steps:
-    """Which op runs when, so that the graph takes ``beyond`` bytes beyond what it is given; as near as plans come."""
-    if beyond == math.inf or replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
-        return [(False, op) for op in range(len(graph.ops))]
-    limit = graph.static_bytes + int(beyond)
-    options = default.Options(order="given", place=False, seconds=60.0, work=_WORK, gap=0.01)
-    for _ in range(_TIGHTENED):
-        try:
-            made = default.plan(graph, limit, options)
-            break
-        except Infeasible as error:
-            limit = max(error.best_peak, error.lower_bound)
-    else:
-        return [(False, op) for op in range(len(graph.ops))]
-    steps = [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]
-    return _fewer(graph, steps, limit)
-
-
-def _fewer(graph: Graph, steps: Steps, limit: int) -> Steps:
-    """The steps without what is made again although it could have stayed since the last time: all of it, or one
-    repetition after the other, the dearest first."""
-    seen: set[int] = set()
-    more = []
-    for i, (twice, op) in enumerate(steps):
-        if twice and op in seen:
-            more.append(i)
-        if twice:
-            seen.add(op)
-
-    def without(gone: set[int]) -> Steps:
-        return [s for i, s in enumerate(steps) if i not in gone]
-
-    def within(gone: set[int]) -> bool:
-        return replay(graph, _whole(graph, without(gone))).peak <= limit
-
-    if not more or within(set(more)):
-        return without(set(more))
-    gone: set[int] = set()
-    for i in sorted(more, key=lambda i: -graph.ops[steps[i][1]].time)[:_DROPPED]:
-        if within(gone | {i}):
-            gone.add(i)
-    return without(gone)
-
-
-def _whole(graph: Graph, steps: Steps) -> tuple[Step, ...]:
-    """The steps of a plan: what is done again replaces what there was, and all is freed after its last use."""
-    reads, defines = graph.uses.reads, graph.uses.defines
-    frees: list[list[int]] = [[] for _ in steps]
-    last = dict.fromkeys(graph.kept, len(steps))
-    for i in reversed(range(len(steps))):
-        op = steps[i][1]
-        for s in defines[op]:
-            end = last.pop(s, i)
-            if end < len(steps):
-                frees[end].append(s)
-        for s in reads[op]:
-            if s not in graph.static:
-                last.setdefault(s, i)
-    made = []
-    for (twice, op), dead in zip(steps, frees, strict=True):
-        made.append(Step("recompute", op, tuple(defines[op])) if twice else Step("compute", op))
-        if dead:
-            made.append(Step("free", -1, tuple(dead)))
-    return tuple(made)
-
-
-def _check(graph: Graph, steps: Steps) -> None:
-    """Raises ``ValueError`` for steps that are none of the graph's."""
-    there = {v for v, x in enumerate(graph.values) if graph.storages[x.storage].kind == "parameter"}
-    ran: set[int] = set()
-    for twice, op in steps:
-        if not 0 <= op < len(graph.ops) or twice != (op in ran) or not set(graph.ops[op].inputs) <= there:
-            raise ValueError("no steps of this graph")
-        ran.add(op)
-        there |= set(graph.ops[op].outputs)
-    if len(ran) != len(graph.ops):
-        raise ValueError("steps are missing")
-
-
-# --- programs that were compiled ---
+__all__ = ["Candidate", "Memory", "Search", "compile_for", "memory_of", "operations_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,26 +64,32 @@ _MEMORY_FIRST = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 """XLA's order for CPUs is one for concurrency by default, in which what is recomputed runs as early as it can."""
 _QUICK = {"xla_backend_optimization_level": 0}
 """Memory is decided before code is optimized."""
+_ROUGH = {"xla_cpu_use_fusion_emitters": False}
+"""A third of the time of the processor; another kernel for some ops, by which bytes differ a little."""
 
 
-def compile_for(lowered: Any, *, memory: bool, quick: bool) -> Any:
-    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at."""
+def compile_for(lowered: Any, *, memory: bool, quick: bool, rough: bool = False) -> Any:
+    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at; ``rough``:
+    with other kernels than those that will run."""
     options: dict[str, Any] = {}
     if jax.default_backend() == "cpu":
         options = {_CPU_ORDER: _MEMORY_FIRST} if memory else {}
         options |= _QUICK if quick else {}
-    try:
-        return lowered.compile(options or None)
-    except Exception as error:
-        if not any(name in str(error) for name in options):
-            raise
-    return lowered.compile()
+        options |= _ROUGH if quick and rough else {}
+    while True:
+        try:
+            return lowered.compile(options or None)
+        except Exception as error:
+            unknown = [name for name in options if name in str(error)]
+            if not unknown:
+                raise
+            options = {name: x for name, x in options.items() if name not in unknown}
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A program that was compiled to be looked at. ``log``: how it was decided, for ``beyond`` bytes; ``order``:
-    in XLA's order for memory."""
+    in XLA's order for memory; ``operations``: as XLA counts them."""
 
     lowered: Any
     memory: Memory
@@ -497,14 +97,23 @@ class Candidate:
     level: Level
     beyond: float
     log: list[Any]
+    operations: float = 0.0
 
 
-_TRIES = 4
-"""Programs at most that are compiled to be looked at once one is within the budget; twice as many before."""
-_NEAR = 0.95
-"""A plan that needs at least this part of the budget's temporaries is not improved upon."""
-_ALMOST = 1.3
-"""Programs that are above the budget's temporaries by less are tried in XLA's own order, too."""
+_AT_LEAST, _TRIES = 2, 4
+"""Plans that are looked at however long it takes, and at most once one is within the budget; twice as many before."""
+_NEAR, _CHEAP = 0.95, 1.005
+"""A plan that needs at least this part of the budget's temporaries, or at most this many times the operations that
+must be, is not improved upon."""
+_ALMOST, _CLOSE = 2.0, 1.1
+"""How far from the budget's temporaries a policy's program may be that is looked at all the same; and one in XLA's
+other order, by what that took before."""
+_LEAST = 0.5
+"""Part of the budget's temporaries that a plan is asked to take, before it is asked for the least there is."""
+_SLOPES = (0.5, 0.9, 1.0)
+"""What a byte less in a plan saves in the program, at least, at first, and at most."""
+_WRONG = 3
+"""How often a program that takes more than its look said is replaced."""
 
 
 @dataclass
@@ -517,78 +126,140 @@ class Search:
     limit: int
     before: Memory
     until: float
+    operations: float = 0.0
     tried: list[int] = field(default_factory=list)
     found: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.planner = Planner("select" if jax.default_backend() == "cpu" else "barrier")
-        self._made: dict[str, Candidate] = {}
+        cpu = jax.default_backend() == "cpu"
+        self.planner = Planner("select" if cpu else "barrier")
+        self._orders: tuple[bool, ...] = (True, False) if cpu else (False,)
+        self._looks: dict[tuple[str, bool], Candidate] = {}
+        self._other = math.inf
+        self._last: tuple[float, int] | None = None
+        self._more = 0
+        self._flops = sum(e.flops for e in self.program.equations)
 
     @property
     def room(self) -> int:
-        """Bytes for temporaries."""
-        return max(0, self.limit - self.before.static)
+        """Bytes for temporaries, by a look."""
+        return max(0, self.limit - self._more - self.before.static)
 
-    def run(self) -> Candidate:
-        """The program with the fewest operations of those within the limit. Raises ``Infeasible``."""
+    def run(self) -> tuple[Candidate, Any]:
+        """The program with the fewest operations of those within the limit, and what XLA compiled of it. Raises
+        ``Infeasible``."""
+        self._by_policies()
+        self._planned()
+        least = min((self.before.total, *self.tried))
+        for _ in range(_WRONG):
+            fits = self.fitting()
+            if not fits:
+                break
+            best = min(fits, key=lambda c: (c.level.flops, c.operations, c.memory.total))
+            compiled = compile_for(best.lowered, memory=best.order, quick=False)
+            total = memory_of(compiled).total
+            if total <= self.limit:
+                return best, compiled
+            wrong = total - best.memory.total
+            self._more = max(self._more, wrong)
+            self.found.remove(best)
+            beyond = min(best.beyond, float(best.level.peak)) - 1.1 * wrong
+            self.planner.log = []
+            self.look(self.planner.level(self.program, max(0.0, beyond)), max(0.0, beyond))
+        raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
+
+    def fitting(self) -> list[Candidate]:
+        return [c for c in self.found if c.memory.temporaries <= self.room]
+
+    def _planned(self) -> None:
+        """Plans for bytes that follow from what XLA made of the plan before."""
         low, high = 0.0, math.inf
         beyond = float(self.room + self.before.outputs)
         if beyond >= unplanned_bytes(self.program):
             beyond = math.inf
-        while self.room > 0:
-            made = self.candidate(beyond)
-            spare = self.limit - made.memory.total
-            takes = min(beyond, float(made.level.peak))
+        for tries in range(2 * _TRIES):
+            late = tries >= (_AT_LEAST if low > 0 else _TRIES) and time.process_time() > self.until
+            fits = self.fitting()
+            if self.room <= 0 or (fits and ((low > 0 and tries >= _TRIES) or late)):
+                break
+            self.planner.log = []
+            level = self.planner.level(self.program, beyond)
+            if tries and level.flops > min((c.level.flops for c in fits), default=math.inf) and low == 0:
+                break
+            takes = min(beyond, float(level.peak))
+            made = self.look(level, beyond)
+            spare = self.room - made.memory.temporaries
             if spare >= 0:
                 low = max(low, takes)
-                if made.level.again == 0 or made.memory.temporaries >= _NEAR * self.room:
+                if self._cheap(made) or made.memory.temporaries >= _NEAR * self.room:
                     break
-                following = min(takes + 0.9 * spare, (low + high) / 2)
+                following = min(min(beyond, high) + 0.9 * spare, (low + high) / 2)
             elif low > 0:
                 high = min(high, takes)
                 following = (low + high) / 2
             else:
                 high = min(high, takes)
-                following = min(0.93 * takes, takes + 1.1 * spare)
-                following = 0.0 if following < 0.2 * takes and beyond > 0 else following
-            tries = _TRIES if low > 0 else 2 * _TRIES
-            if len(self.found) >= tries or (low > 0 and time.process_time() > self.until):
-                break
+                following = min(0.97 * takes, takes + spare / self._slope(takes, made.memory.temporaries))
+                following = max(following, _LEAST * self.room) if beyond > _LEAST * self.room else 0.0
             if beyond == 0.0 or following < 0 or abs(following - beyond) < 0.01 * following:
                 break
             beyond = following
-        if not self.fitting():
-            self._in_another_order()
-        fits = self.fitting()
-        if fits:
-            return min(fits, key=lambda c: (c.level.flops, c.level.again, c.memory.total))
-        least = min((self.before.total, *self.tried))
-        raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
 
-    def fitting(self) -> list[Candidate]:
-        return [c for c in self.found if c.memory.total <= self.limit]
+    def _cheap(self, made: Candidate) -> bool:
+        """Whether next to nothing is left to win: neither by the model, nor by XLA's count."""
+        most = _CHEAP * self.operations if self.operations else math.inf
+        return made.level.flops <= _CHEAP * self._flops and made.operations <= most
 
-    def candidate(self, beyond: float) -> Candidate:
-        """The program that is planned for ``beyond`` bytes beyond what it is given, and what XLA makes of it."""
-        self.planner.log = []
-        level = self.planner.level(self.program, beyond)
-        key = repr(self.planner.log)
-        if key not in self._made:
-            self._made[key] = self._looked_at(self.lower(level), True, level, beyond, self.planner.log)
-        return self._made[key]
+    def _slope(self, takes: float, made: int) -> float:
+        """By how much the program shrank for each byte that was taken from the plan before it."""
+        least, first, most = _SLOPES
+        before, self._last = self._last, (takes, made)
+        if before is None or before[0] <= takes:
+            return first
+        return min(most, max(least, (before[1] - made) / (before[0] - takes)))
 
-    def _looked_at(self, lowered: Any, order: bool, level: Level, beyond: float, log: list[Any]) -> Candidate:
-        memory = memory_of(compile_for(lowered, memory=order, quick=True))
-        self.tried.append(memory.total)
-        self.found.append(Candidate(lowered, memory, order, level, beyond, log))
-        return self.found[-1]
+    def _by_policies(self) -> None:
+        """What the policies of `jax.checkpoint` make of the step, up to the first that is within the budget: what is
+        planned is never behind."""
+        if self.before.total <= self.limit or self.room <= 0:
+            return
+        made: list[tuple[int, int, Level, list[Any]]] = []
+        for policy in POLICIES:
+            self.planner.log = []
+            level = self.planner.by_policy(self.program, policy, float(self.room))
+            made.append((level.flops, len(made), level, self.planner.log))
+        for _, _, level, log in sorted(made, key=lambda row: row[:2]):
+            if level.peak <= _ALMOST * self.room + self.before.outputs:
+                self.planner.log = log
+                if self.look(level, float(self.room)).memory.temporaries <= self.room:
+                    break
 
-    def _in_another_order(self) -> None:
-        """The programs that are nearest to the budget, in XLA's own order for CPUs."""
-        almost = self.before.static + _ALMOST * self.room
-        near = sorted((c for c in self.found if c.memory.total <= almost), key=lambda c: c.memory.total)
-        for c in near[:2] if jax.default_backend() == "cpu" else ():
-            self._looked_at(c.lowered, False, c.level, c.beyond, c.log)
+    def look(self, level: Level, beyond: float) -> Candidate:
+        """The program of a level, as XLA orders it in the way that took less before; both ways are tried at first,
+        and where the other may be within the budget."""
+        log = self.planner.log
+        key = repr([x for x in log if not isinstance(x, float)])
+        lowered = None
+        for order in self._orders:
+            made = [c for (k, _), c in self._looks.items() if k == key]
+            least = min((c.memory.temporaries for c in made), default=0)
+            if any(c.order == order for c in made) or (
+                made and not self.room < least <= self._other * self.room
+            ):
+                continue
+            lowered = made[0].lowered if made else self.lower(level)
+            compiled = compile_for(lowered, memory=order, quick=True, rough=True)
+            memory = memory_of(compiled)
+            self.tried.append(memory.total)
+            self._looks[key, order] = Candidate(
+                lowered, memory, order, level, beyond, log, operations_of(compiled)
+            )
+            self.found.append(self._looks[key, order])
+        made = sorted((c for (k, _), c in self._looks.items() if k == key), key=lambda c: c.memory.total)
+        if len(made) > 1:
+            self._orders = tuple(c.order for c in made)
+            self._other = _CLOSE * made[0].memory.temporaries / max(1, made[1].memory.temporaries)
+        return made[0]
 
     def lower(self, level: Level) -> Any:
         run = on_values(level.ops, level.steps, self.planner.hold)
@@ -597,4 +268,6 @@ class Search:
     def again(self, beyond: float, log: Sequence[Any]) -> Level:
         """The level that ``log`` says. Raises what reading a log that is none of this program's comes to."""
         planner = Planner(self.planner.hold, given=iter(log))
+        if log and log[0] in POLICIES:
+            return planner.by_policy(self.program, str(log[0]), beyond)
         return planner.level(self.program, beyond)

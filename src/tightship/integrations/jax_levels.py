@@ -1,0 +1,503 @@
+"""Plans of JAX programs, level by level.
+
+A level is a program: the step, the body of a loop, a branch, a shard. What its equations run inside is planned for
+the bytes that are left where they run (`Planner`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from tightship.errors import Infeasible
+from tightship.frontends.builder import GraphBuilder
+from tightship.frontends.jax_program import Equation, Ops, Program, on_values
+from tightship.frontends.jaxpr import bytes_of
+from tightship.graph import Graph, Op, aligned
+from tightship.integrations.jax_regions import (
+    ROWWISE,
+    Pair,
+    PlannedPair,
+    bodies_of,
+    by_rows,
+    crossing_bytes,
+    devices_of,
+    handed_on,
+    has_effects,
+    pairs_of,
+    with_functions,
+)
+from tightship.plan import Step
+from tightship.planners import default
+from tightship.simulate import baseline, extras, replay
+
+__all__ = ["POLICIES", "Level", "Planner", "unplanned_bytes"]
+
+_WORK = 4_000_000
+"""Ops that one search simulates at most: the same plan on every machine."""
+_DROPPED = 64
+"""Repetitions of repetitions that are tried to be left out."""
+_TIGHTENED = 3
+"""How often a plan is looked for at the least peak that was reached."""
+_SHARES = (1.0, 0.85, 0.7, 0.58, 0.47, 0.38, 0.3, 0.23, 0.17, 0.11, 0.05, 0.0)
+"""Parts of what loops may hand on, or of the bytes there are for it, that are tried."""
+_STRIDE = 3
+"""Every third of them at first, then those beside the best."""
+POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
+"""Policies of `jax.checkpoint` that people take."""
+
+Share = float | str
+"""A part of what loops may hand on, or the policy that says what they do."""
+
+Steps = list[tuple[bool, int]]
+"""Which op runs when, and whether for the second time."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A program as planned: ``steps`` over ``ops``, their modeled ``peak`` beyond what is given, floating-point
+    operations, and how many operations run again, inside of loops too."""
+
+    ops: Ops
+    steps: Steps
+    peak: int
+    flops: int
+    again: int
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The graph that is planned for a level, in ``beyond`` bytes; ``op_of``: ops of the level by the graph's (None:
+    none)."""
+
+    graph: Graph
+    op_of: tuple[int | None, ...]
+    beyond: float
+    rest: int | None = None
+
+
+@dataclass
+class Planner:
+    """Plans levels. ``log``: what was decided, in the order of the questions; ``given``: such a log, to decide it
+    again as it was. ``hold``: how repetitions are held back (`on_values`)."""
+
+    hold: str
+    log: list[Any] = field(default_factory=list)
+    given: Iterator[Any] | None = None
+    _inner: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    _handed: dict[Any, tuple[Any, PlannedPair, list[Any]]] = field(default_factory=dict)
+
+    def level(self, program: Program, beyond: float) -> Level:
+        """The program with the fewest operations within ``beyond`` bytes, as the model has it, or the one that
+        takes least: loops hand on as large a part of what they may as there is room for."""
+        pairs = pairs_of(program)
+        if not pairs or beyond == math.inf:
+            return self._at(program, pairs, beyond, 1.0)[0]
+        if self.given is not None:
+            share = next(self.given)
+            self.log.append(share)
+            return self._at(program, pairs, beyond, share)[0]
+        kept = self.log
+        most = sum(crossing_bytes(p.joined, p.cut, p.begins) * p.length for p in pairs)
+        shares = list(dict.fromkeys(part * min(1.0, beyond / max(1, most)) for part in _SHARES))
+        tried: dict[int, tuple[bool, int, float, Level, list[Any]]] = {}
+
+        def attempt(k: int) -> Level:
+            if k not in tried:
+                self.log = [shares[k]]
+                level = self._at(program, pairs, beyond, shares[k])[0]
+                short = level.peak > beyond
+                tried[k] = (short, level.peak if short else level.flops, -shares[k], level, self.log)
+            return tried[k][3]
+
+        least = sum(e.flops for e in program.equations)
+        first = attempt(0)
+        if first.peak > beyond or first.flops > least:
+            for k in range(_STRIDE, len(shares) + _STRIDE - 1, _STRIDE):
+                attempt(min(k, len(shares) - 1))
+            best = -1
+            while best != (best := min(tried, key=lambda k: tried[k][:3])):
+                for k in (best - 1, best + 1):
+                    if 0 <= k < len(shares):
+                        attempt(k)
+        *_, level, log = min(tried.values(), key=lambda row: row[:3])
+        self.log = [*kept, *log]
+        return level
+
+    def by_policy(self, program: Program, policy: str, beyond: float) -> Level:
+        """The program as `jax.checkpoint` with a policy has it: around the bodies of its loops, if it has pairs of
+        them, and planned for ``beyond`` bytes beside these; else around all that leads to its gradients."""
+        pairs = pairs_of(program)
+        self.log.append(policy if self.given is None else next(self.given))
+        return self._at(program, pairs, beyond, policy)[0]
+
+    def _at(
+        self, program: Program, pairs: Sequence[Pair], beyond: float, share: Share, pair: Pair | None = None
+    ) -> tuple[Level, PlannedPair | None]:
+        """The level where loops hand on ``share``; of a pair's joined program, with its two halves."""
+        program = replace(program, equations=[self._measured(e) for e in program.equations])
+        chosen = [(p, self._halves(p, math.inf, share)) for p in pairs]
+        made = handed_on(program, chosen, self.hold)
+        ops = Ops(_without_inner(made) if beyond < math.inf else made)
+        policy = share if isinstance(share, str) and not pairs else None
+        frame, steps = self._solved(ops, pair, share, beyond, policy)
+        if beyond < math.inf and policy is None:
+            room = self._room(made, ops, frame, steps, beyond)
+            short = {i for i, left in room.items() if made.equations[i].inner > left}
+            chosen = [
+                (
+                    p,
+                    self._halves(p, max(0, room[p.backward]), share)
+                    if {p.forward, p.backward} & short and not isinstance(share, str)
+                    else halves,
+                )
+                for p, halves in chosen
+            ]
+            made, inside = self._inside(handed_on(program, chosen, self.hold), room, short)
+            ops = Ops(made)
+            if any(e.inner for e in made.equations):
+                frame, steps = self._solved(ops, pair, share, beyond, policy)
+            else:
+                frame = _frame(ops, pair, share, beyond)
+        else:
+            inside = 0
+        return self._level(ops, frame, steps, inside + sum(_repeats(p, h) for p, h in chosen))
+
+    def _level(self, ops: Ops, frame: _Frame, steps: Steps, again: int) -> tuple[Level, PlannedPair | None]:
+        graph = frame.graph
+        full = _whole(graph, steps)
+        line = replay(graph, full)
+        own = [(twice, op) for twice, k in steps if (op := frame.op_of[k]) is not None]
+        flops = sum(ops.graph.ops[op].flops for _, op in own)
+        count = again + sum(twice for twice, _ in own)
+        if frame.rest is None:
+            return Level(ops, own, line.peak - graph.static_bytes, flops, count), None
+        at = next(k for k, (_, op) in enumerate(steps) if op == frame.rest)
+        level_at = next(k for k, s in enumerate(full) if s.kind == "compute" and s.op == frame.rest)
+        first = [(twice, op) for twice, k in steps[:at] if (op := frame.op_of[k]) is not None]
+        second, ran = [], set()
+        for _, k in steps[at + 1 :]:
+            op = frame.op_of[k]
+            if op is not None:
+                second.append((op in ran, op))
+                ran.add(op)
+        static = graph.static_bytes
+        parts = (line.during[:level_at], line.during[level_at + 1 :])
+        peaks = [max(0, max(part, default=static) - static) for part in parts]
+        level = Level(ops, own, max(peaks), flops, count)
+        return level, PlannedPair(ops, tuple(first), tuple(second), peaks[0], peaks[1], again)
+
+    def _halves(self, pair: Pair, beyond: float, share: Share) -> PlannedPair:
+        """A pair's bodies where ``share`` of what they may is handed on, within ``beyond`` bytes each."""
+        key = (id(pair.first.made), id(pair.second.made), share, beyond)
+        if key not in self._handed or self.given is not None:
+            kept, self.log = self.log, []
+            planned = self._at(pair.joined, pairs_of(pair.joined), beyond, share, pair)[1]
+            assert planned is not None
+            self._handed[key] = pair, planned, self.log
+            self.log = kept
+        _, planned, log = self._handed[key]
+        self.log.extend(log)
+        return planned
+
+    def _solved(
+        self, ops: Ops, pair: Pair | None, share: Share, beyond: float, policy: str | None = None
+    ) -> tuple[_Frame, Steps]:
+        """The plan of a level. Bodies of a pair that cannot be had within ``beyond`` bytes take what they must, and
+        hand on no more for that."""
+        if policy is not None:
+            frame = _frame(ops, pair, share, beyond)
+            return frame, _steps_of_policy(ops, frame, policy)
+        if pair is None or beyond == math.inf:
+            frame = _frame(ops, pair, share, beyond)
+            return frame, self._solve(frame)
+        if self.given is not None:
+            frame = _frame(ops, pair, share, float(next(self.given)))
+            return frame, self._solve(frame)
+        for _ in range(1 + _TIGHTENED):
+            frame = _frame(ops, pair, share, beyond)
+            steps = _plan(frame.graph, beyond)
+            need = _peak(frame.graph, steps) - frame.graph.static_bytes
+            if need <= beyond + (1 << 10):
+                break
+            beyond = need
+        self.log += [float(frame.beyond), steps]
+        return frame, steps
+
+    def _solve(self, frame: _Frame) -> Steps:
+        if self.given is not None:
+            steps = [(bool(twice), int(op)) for twice, op in next(self.given)]
+            _check(frame.graph, steps)
+        else:
+            steps = _plan(frame.graph, frame.beyond)
+        self.log.append(steps)
+        return steps
+
+    # --- what equations run inside ---
+
+    def _measured(self, e: Equation) -> Equation:
+        """An equation with the bytes that it takes inside, unplanned. XLA writes the gradient of a pooling for CPUs
+        with an array of indices for each of four dimensions, and a window's five results."""
+        key = id(e.made)
+        if e.name == "select_and_scatter_add" and jax.default_backend() == "cpu":
+            source, operand = (math.prod(x.aval.shape) for x in e.made.invars[:2])
+            return replace(e, inner=16 * operand + 20 * source) if e.instead is None else e
+        if e.inner or e.instead is not None or e.name not in ("scan", "while", "cond", "shard_map"):
+            return e
+        if key not in self._inner:
+            most = max((unplanned_bytes(self._within(b)) for b in bodies_of(e)), default=0)
+            self._inner[key] = e.made, most * devices_of(e)
+        return replace(e, inner=self._inner[key][1])
+
+    def _within(self, program: Program) -> Program:
+        return replace(program, equations=[self._measured(e) for e in program.equations])
+
+    def _room(self, program: Program, ops: Ops, frame: _Frame, steps: Steps, beyond: float) -> dict[int, int]:
+        """Bytes left for what runs inside of equations, where these run."""
+        full = _whole(frame.graph, steps)
+        line = replay(frame.graph, full)
+        found = {}
+        for k, step in enumerate(full):
+            op = frame.op_of[step.op] if step.kind in ("compute", "recompute") else None
+            i = None if op is None else ops.members[op][-1]
+            if i is not None and i not in found and program.equations[i].inner:
+                found[i] = int(beyond) - (line.during[k] - frame.graph.static_bytes)
+        return found | {i: int(beyond) for i, e in enumerate(program.equations) if e.inner and i not in found}
+
+    def _inside(self, program: Program, room: dict[int, int], short: set[int]) -> tuple[Program, int]:
+        """The program with the bodies of its equations ``short`` of bytes planned, and how much runs again."""
+        equations, again = list(program.equations), 0
+        for i in sorted(short):
+            e = equations[i]
+            if e.name in ROWWISE:
+                equations[i] = by_rows(e, room[i])
+            bodies = bodies_of(e)
+            if not bodies or has_effects(e):
+                continue
+            many = devices_of(e)
+            levels = [self.level(body, max(0, room[i] // many)) for body in bodies]
+            inner = max(level.peak for level in levels) * many
+            if inner >= e.inner:
+                continue
+            functions = [on_values(level.ops, level.steps, self.hold) for level in levels]
+            n = int(e.made.params["length"]) if e.name == "scan" else 1
+            more = n * sum(level.flops for level in levels) - replace(e, more=0).flops
+            equations[i] = replace(
+                e,
+                instead=with_functions(e, functions),
+                inner=inner,
+                more=more if e.name != "while" else e.more,
+            )
+            again += sum(level.again for level in levels)
+        return replace(program, equations=equations), again
+
+
+def unplanned_bytes(program: Program) -> int:
+    """What a program takes beyond what it is given, run as it is."""
+    graph = Ops(program).graph
+    return replay(graph, baseline(graph)).peak - graph.static_bytes
+
+
+def _without_inner(program: Program) -> Program:
+    return replace(program, equations=[replace(e, inner=0) for e in program.equations])
+
+
+def _repeats(pair: Pair, planned: PlannedPair) -> int:
+    """Operations of a pair that run again: of the first body in the second, and any twice in one."""
+    ops = planned.ops
+    twice = sum(again for again, _ in (*planned.first, *planned.second))
+    return (
+        planned.inside
+        + twice
+        + sum(ops.members[op][-1] < pair.cut for again, op in planned.second if not again)
+    )
+
+
+def _frame(ops: Ops, pair: Pair | None, share: Share, beyond: float) -> _Frame:
+    """The graph of a level. Of a pair: the first body, then an op that needs all but what may be handed on, then the
+    second body, for which all that it reads of the first is kept, or made again."""
+    if pair is None:
+        return _Frame(ops.graph, tuple(range(len(ops.graph.ops))), beyond)
+    body, begins, own = ops.program, pair.begins, pair.arrives
+    most = crossing_bytes(body, pair.cut, begins)
+    all_of_it = isinstance(share, str) or any(e.once for e in body.equations)
+    saved = most if all_of_it else int(most * float(share))
+    if beyond == math.inf:  # more than either body can take
+        beyond = 2 * saved + 2 * body.nbytes(range(len(body.avals))) + sum(e.inner for e in body.equations)
+    saved += sum(aligned(bytes_of(body.avals[v])) for v in own)  # what comes between is there, too
+    room = max(0, int(beyond) - saved)
+    b, home = GraphBuilder(), {}
+    op_of: list[int | None] = []
+
+    def add(op: Op, of: int | None = None) -> int:
+        op_of.append(of)
+        return b.op(op)
+
+    for v in (*body.constants, *body.inputs):
+        kind = "activation" if v in begins or v in own else "parameter"
+        home[v] = b.tensor(f"{kind}.{v}", bytes_of(body.avals[v]), kind=kind)
+    b.inputs = [home[v] for v in (*body.constants, *body.inputs) if v not in begins and v not in own]
+    add(Op("begins", "begins", (), tuple(home[v] for v in sorted(begins)), effect=True))
+    rest = None
+    kept = [v for v in body.outputs[: len(pair.keeps)] if isinstance(v, int)]
+
+    def middle() -> int:
+        add(Op("ends", "ends", tuple(dict.fromkeys(home[v] for v in kept)), effect=True))
+        made = tuple(home[v] for v in sorted(own))
+        return add(Op("rest", "rest", (), made, workspace=room, effect=True))
+
+    for k, (row, results, op) in enumerate(zip(ops.members, ops.results, ops.graph.ops, strict=True)):
+        if rest is None and row[-1] >= pair.cut:
+            rest = middle()
+        for v in results:
+            home[v] = b.tensor(f"made.{v}", bytes_of(body.avals[v]))
+        reads = tuple(home[v] for v in ops.reads(row))
+        phase = "forward" if rest is None else "backward"
+        add(replace(op, inputs=reads, outputs=tuple(home[v] for v in results), phase=phase), k)
+    rest = middle() if rest is None else rest
+    given = set(b.inputs)
+    ends = [home[v] for v in body.outputs[len(pair.keeps) :] if isinstance(v, int)]
+    graph = b.graph([v for v in dict.fromkeys(ends) if v not in given], "pair")
+    return _Frame(graph, tuple(op_of), beyond, rest)
+
+
+def _steps_of_policy(ops: Ops, frame: _Frame, policy: str) -> Steps:
+    """What `jax.checkpoint` with a policy does, but that each value is made again when it is needed first: all that
+    the backward pass reads of the forward pass and the policy does not save."""
+    saves = getattr(jax.checkpoint_policies, policy)
+    graph = frame.graph
+    cut = frame.rest
+    if cut is None:
+        cut = next((k for k, op in enumerate(graph.ops) if op.phase == "backward"), len(graph.ops))
+    steps: Steps = [(False, k) for k in range(cut)]
+    maker = {v: k for k, op in enumerate(graph.ops[:cut]) for v in op.outputs}
+    for k in range(cut):
+        of = frame.op_of[k]
+        e = None if of is None else ops.program.equations[ops.members[of][-1]]
+        if e is None or graph.ops[k].effect or _saved(saves, e):
+            for v in graph.ops[k].outputs:
+                del maker[v]
+    for k in range(cut, len(graph.ops)):
+        wanted = [v for v in graph.ops[k].inputs if v in maker]
+        while wanted:
+            again = maker[wanted[-1]]
+            missing = [v for v in graph.ops[again].inputs if v in maker]
+            wanted.extend(missing)
+            if not missing:
+                steps.append((True, again))
+                for v in graph.ops[again].outputs:
+                    maker.pop(v, None)
+                wanted = [v for v in wanted if v in maker]
+        steps.append((False, k))
+    return steps
+
+
+def _saved(saves: Any, e: Equation) -> bool:
+    """Whether a policy saves the results of an equation."""
+    made = e.made
+    return saves(made.primitive, *(x.aval for x in made.invars), **made.params) is True
+
+
+def _plan(graph: Graph, beyond: float) -> Steps:
+    """Which op runs when, so that the graph takes ``beyond`` bytes beyond what it is given; as near as plans come."""
+    if beyond == math.inf or replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
+        return [(False, op) for op in range(len(graph.ops))]
+    limit = graph.static_bytes + int(beyond)
+    options = default.Options(order="given", place=False, seconds=60.0, work=_WORK, gap=0.01)
+    for _ in range(_TIGHTENED):
+        try:
+            made = default.plan(graph, limit, options)
+            break
+        except Infeasible as error:
+            limit = max(error.best_peak, error.lower_bound)
+    else:
+        return [(False, op) for op in range(len(graph.ops))]
+    steps = [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]
+    return _fewer(graph, steps, limit)
+
+
+def _fewer(graph: Graph, steps: Steps, limit: int) -> Steps:
+    """The steps without what is made again although it could have stayed since the last time: all of it, or one
+    repetition after the other, the dearest first."""
+    seen: set[int] = set()
+    more = []
+    for i, (twice, op) in enumerate(steps):
+        if twice and op in seen:
+            more.append(i)
+        if twice:
+            seen.add(op)
+
+    def without(gone: set[int]) -> Steps:
+        return [s for i, s in enumerate(steps) if i not in gone]
+
+    def within(gone: set[int]) -> bool:
+        return _peak(graph, without(gone)) <= limit
+
+    if not more or within(set(more)):
+        return without(set(more))
+    gone: set[int] = set()
+    for i in sorted(more, key=lambda i: -graph.ops[steps[i][1]].time)[:_DROPPED]:
+        if within(gone | {i}):
+            gone.add(i)
+    return without(gone)
+
+
+def _whole(graph: Graph, steps: Steps) -> tuple[Step, ...]:
+    """The steps of a plan: what is done again replaces what there was, and all is freed after its last use."""
+    reads, defines = graph.uses.reads, graph.uses.defines
+    frees: list[list[int]] = [[] for _ in steps]
+    last = dict.fromkeys(graph.kept, len(steps))
+    for i in reversed(range(len(steps))):
+        op = steps[i][1]
+        for s in defines[op]:
+            end = last.pop(s, i)
+            if end < len(steps):
+                frees[end].append(s)
+        for s in reads[op]:
+            if s not in graph.static:
+                last.setdefault(s, i)
+    made = []
+    for (twice, op), dead in zip(steps, frees, strict=True):
+        made.append(Step("recompute", op, tuple(defines[op])) if twice else Step("compute", op))
+        if dead:
+            made.append(Step("free", -1, tuple(dead)))
+    return tuple(made)
+
+
+def _peak(graph: Graph, steps: Steps) -> int:
+    """The peak of `_whole`, without a replay."""
+    reads, defines, size = graph.uses.reads, graph.uses.defines, [s.size for s in graph.storages]
+    change = [0] * (len(steps) + 1)
+    last = dict.fromkeys(graph.kept, len(steps))
+    for i in reversed(range(len(steps))):
+        op = steps[i][1]
+        for s in defines[op]:
+            change[i] += size[s]
+            end = last.pop(s, i)
+            if end < len(steps):
+                change[end + 1] -= size[s]
+        for s in reads[op]:
+            if s not in graph.static:
+                last.setdefault(s, i)
+    live, peak, extra = graph.static_bytes, graph.static_bytes, extras(graph).tolist()
+    for (_, op), more in zip(steps, change, strict=False):
+        live += more
+        peak = max(peak, live + extra[op])
+    return peak
+
+
+def _check(graph: Graph, steps: Steps) -> None:
+    """Raises ``ValueError`` for steps that are none of the graph's."""
+    there = {v for v, x in enumerate(graph.values) if graph.storages[x.storage].kind == "parameter"}
+    ran: set[int] = set()
+    for twice, op in steps:
+        if not 0 <= op < len(graph.ops) or twice != (op in ran) or not set(graph.ops[op].inputs) <= there:
+            raise ValueError("no steps of this graph")
+        ran.add(op)
+        there |= set(graph.ops[op].outputs)
+    if len(ran) != len(graph.ops):
+        raise ValueError("steps are missing")
