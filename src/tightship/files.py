@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, TypeAlias, TypeVar
 
-import msgspec
-
 from tightship.errors import BadInput
 
 try:
@@ -117,15 +115,21 @@ _T = TypeVar("_T")
 
 def to_json(value: Any) -> bytes:
     """JSON of what msgspec knows. Raises ``TypeError`` and others as ``msgspec.json.encode``."""
+    import msgspec
+
     data = bytearray()
-    _ENCODER.encode_into(value, data)  # a buffer that can be asked for in words, unlike that of `encode`
+    msgspec.json.Encoder().encode_into(
+        value, data
+    )  # what this cannot make larger is said, unlike by `encode`
     return bytes(data)
 
 
-def from_json(data: bytes, kind: type[_T]) -> _T:
+def from_json(data: bytes | str, kind: type[_T]) -> _T:
     """What JSON says, of a kind. Raises ``msgspec.ValidationError`` and others as ``msgspec.json.decode``."""
-    import numpy as np  # here, because what reads no JSON needs none of it
+    import msgspec  # here, as numpy: who asks for help needs neither
+    import numpy as np
 
+    data = data.encode(errors="surrogatepass") if isinstance(data, str) else data
     np.empty(_decoded_bytes(data), np.uint8)  # takes no memory, but is refused where there is none to have
     return msgspec.json.decode(data, type=kind)
 
@@ -136,9 +140,6 @@ def _decoded_bytes(data: bytes) -> int:
     text = len(data) if data.isascii() else 4 * len(data)
     strings = max(0, data.count(b'"') - 2 * data.count(b'":'))
     return text + 28 * strings + 44 * data.count(b",") + 72 * data.count(b"[") + 240 * data.count(b"{")
-
-
-_ENCODER: Final = msgspec.json.Encoder()
 
 
 def write_file(path: PathLike, data: bytes) -> None:

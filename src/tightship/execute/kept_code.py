@@ -69,7 +69,7 @@ class _Pass(msgspec.Struct):
     outputs: tuple[str, ...]
     strides: tuple[tuple[int, ...] | None, ...]
     constants: tuple[tuple[str, _Bytes], ...]
-    asked: dict[str, tuple[tuple[tuple[int, int], ...], Any]]
+    asked: dict[str, tuple[tuple[tuple[int, int], ...], Any, _Bytes]]
 
 
 class _File(msgspec.Struct):
@@ -108,7 +108,9 @@ class KeptCode:
                 )
                 for e in found.events
             )
-            self.measured.learn({k: Asked(rows, _tree(result)) for k, (rows, result) in found.asked.items()})
+            self.measured.learn(
+                {k: Asked(rows, _tree(made), n) for k, (rows, made, n) in found.asked.items()}
+            )
             lowered = Lowered(events, found.inputs, found.outputs, found.strides, found.constants)
             StepReplay(0, self.measured, 1).run(lowered, [None] * len(lowered.inputs))
         except (KeyError, IndexError, TypeError, AssertionError):  # lines of nothing
@@ -128,7 +130,7 @@ class KeptCode:
         ]  # fmt: skip
         body = _Pass(
             events, lowered.inputs, lowered.outputs, lowered.strides, lowered.constants,
-            {k: (rows, result) for k, (rows, result) in asked.items()},
+            asked,
         )  # fmt: skip
         self._write(("pass", key), body)
 
