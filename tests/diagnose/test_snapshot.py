@@ -116,6 +116,18 @@ def test_pending_frees_count_as_alive_and_private_pools_beside(tmp_path):
     assert any("private pools" in note for note in d.notes)
 
 
+@pytest.mark.parametrize("address", [0, -1, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
+def test_requests_anywhere_in_the_address_space(tmp_path, address):
+    a, _, _ = trained(count=40)
+    snapshot = a.snapshot()
+    (trace,) = snapshot["device_traces"]
+    last = max(k for k, e in enumerate(trace) if e["action"] == "alloc")
+    trace[last]["addr"] = address
+    with contextlib.suppress(BadInput):
+        (d,) = explain(saved(tmp_path, snapshot)).devices
+        assert d.peak > 0
+
+
 def test_several_devices_and_unknown_events(tmp_path):
     a, *_ = trained(8, 60)
     snapshot = a.snapshot()

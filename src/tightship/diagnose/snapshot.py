@@ -413,15 +413,19 @@ class _Explaining:
 
 def _parts(address: I64, size: I64, start: NDArray[np.uint64], length: I64) -> tuple[I64, I64, I64]:
     """Which request lies in which segment with how many bytes; in pages of expandable segments with some of them."""
-    first = np.searchsorted(start, address.view(np.uint64), side="right") - 1
-    last = np.searchsorted(start, (address + np.maximum(size, 1) - 1).view(np.uint64), side="right") - 1
+    begin_at = address.view(np.uint64)
+    end_at = begin_at + np.minimum(
+        (np.maximum(size, 1) - 1).view(np.uint64), ~begin_at
+    )  # not beyond what there is
+    first = np.searchsorted(start, begin_at, side="right") - 1
+    last = np.searchsorted(start, end_at, side="right") - 1
     count = np.where(first >= 0, last - first + 1, 0)
     if int(count.sum()) > len(size) + len(start):
         count = np.minimum(count, 1)  # requests that share bytes: not what an allocator does
     part = np.repeat(np.arange(len(size)), count)
     at = np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count) + first[part]
-    begin = np.maximum((address[part].view(np.uint64) - start[at]).view(np.int64), 0)
-    ahead = np.maximum((start[at] - address[part].view(np.uint64)).view(np.int64), 0)
+    begin = np.maximum((begin_at[part] - start[at]).view(np.int64), 0)
+    ahead = np.maximum((start[at] - begin_at[part]).view(np.int64), 0)
     taken = np.minimum(length[at] - begin, size[part] - ahead)
     inside = taken > 0
     return part[inside], at[inside], taken[inside]
