@@ -103,8 +103,6 @@ IsomorphicLayers layers_of(const Engine& e, const RowsIn& in, const Array<i64>& 
     return t;
 }
 
-// A search from `start` on: its decisions, their cost, the work, whether the limit is met, and whether Ctrl-C
-// ended it. `progress` is told the best so far now and then, and may end it.
 // As `if` takes an object.
 bool truth(const nb::object& given) {
     const int said = PyObject_IsTrue(given.ptr());
@@ -112,6 +110,8 @@ bool truth(const nb::object& given) {
     return said != 0;
 }
 
+// A search from `start` on: its decisions, their cost, the work, whether the limit is met, and whether Ctrl-C
+// ended it. `progress` is told the best so far now and then, and may end it.
 template <class Search> nb::tuple searched(Engine& e, i64 limit, const Flags& start, i64 work, double seconds,
                                            const nb::object& progress, Search search) {
     check_limit(limit);

@@ -237,9 +237,10 @@ class _LastRuns:
             value[~inside] = _ENDLESS
             for k in np.flatnonzero(value <= level).tolist():
                 value[k] = self.during(k, frozenset(), over, level)
-            earlier = _Earlier(self, inside, level)
-            for k in np.flatnonzero(value <= level).tolist() if self.earlier else ():
-                value[k] = max(int(value[k]), earlier.least(k))
+            if self.earlier:
+                earlier = _Earlier(self, inside, level)
+                for k in np.flatnonzero(value <= level).tolist():
+                    value[k] = max(int(value[k]), earlier.least(k))
             if self.work <= 0 or self.deadline.over:
                 break
             if (out := value <= level).any():

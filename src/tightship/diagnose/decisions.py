@@ -424,7 +424,7 @@ def _ways(first: _Decided, s: int, second: _Decided, t: int) -> tuple[str, str]:
     slices = [slices_of(d.graph, d.plan, k) is not None for d, k in ((first, s), (second, t))]
     if slices[0] != slices[1]:
         return ("split", "whole") if slices[0] else ("whole", "split")
-    streams = bool(streamed_as(one, s)), bool(streamed_as(two, t))
+    streams = bool(tensor_of(one, s)), bool(tensor_of(two, t))
     if any(streams):
         return ("stream" if streams[0] else "keep"), ("stream" if streams[1] else "keep")
     if s in one.static or t in two.static:
@@ -459,11 +459,7 @@ def _alone(decided: _Decided, mine: dict[str, int], others: dict[str, int]) -> t
     graph, found = decided.graph, []
     for name, s in mine.items():
         split = slices_of(graph, decided.plan, s)
-        if (
-            name not in others
-            and not streamed_as(graph, s)
-            and (split is None or split["name"] not in others)
-        ):
+        if name not in others and not tensor_of(graph, s) and (split is None or split["name"] not in others):
             found.append((name, graph.storages[s].size))
     return tuple(sorted(found, key=lambda row: (-row[1], row[0])))
 
