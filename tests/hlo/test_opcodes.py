@@ -61,7 +61,7 @@ def test_every_word_of_the_table_is_one_that_somebody_asks_for() -> None:
         if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
     }
     for row in OPCODES.values():
-        for word in (row.forwards, row.writes_over, row.flops):
+        for word in (row.forwards, row.writes_over, row.flops, row.cut, row.combines):
             assert word in asked or word in ("", "elements"), (row.name, word)
 
 
@@ -83,7 +83,7 @@ def test_every_opcode_that_the_code_names_is_in_the_table() -> None:
 
 def test_no_other_table_of_opcodes_stands_beside_it() -> None:
     """Sets and keys of dictionaries at the top of a module, most of which are opcodes; rules by kind may be."""
-    kinds = {row.forwards for row in OPCODES.values()}
+    kinds = {kind for row in OPCODES.values() for kind in (row.forwards, row.cut)}
     for path in _sources():
         for statement in ast.parse(path.read_text()).body if path.name != "opcodes.py" else ():
             if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:

@@ -37,10 +37,12 @@ from tightship.hlo.remat.peak import (
     with_results,
 )
 from tightship.hlo.remat.search import tradeoff
+from tightship.integrations.hlo_split import InSlices, planned, prepared
+from tightship.integrations.hlo_split import advice as split_advice
 from tightship.options import filled, given_options, model_options
 from tightship.plan import Plan
 from tightship.planners import planner
-from tightship.planners.default import Options, top_of_peak
+from tightship.planners.default import Options, top_of_peak, without_split
 from tightship.planners.layout import lay_out
 from tightship.report.hlo import assignment_page, assignment_rows, assignment_text, peak_rows, peak_table
 from tightship.report.pages.plan import plan_page
@@ -72,6 +74,9 @@ class PlannedModule(Planned):
     remade: Result
     least: int
     budget_given: bool
+    slices: InSlices | None = None
+    whole: int = 0  # the peak in one piece
+    notes: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, Any]:
         return dict(self._numbers)
@@ -82,7 +87,7 @@ class PlannedModule(Planned):
         work, names = work_of(module), sequential_order(module)
         inner = list(_inner(plan))
         rows: dict[str, Any] = {
-            "peak_before": made.peak_before,
+            "peak_before": self.whole or made.peak_before,
             "peak_after": made.peak_after,
             "budget": made.limit if self.budget_given else None,
             "met": made.met,
@@ -104,6 +109,10 @@ class PlannedModule(Planned):
             "computations": 1 + len(inner),
             "graph": module.name,
         }
+        if self.slices is not None and self.slices.choice is not None:
+            rows |= self.slices.rows()
+        if self.notes:
+            rows["notes"] = list(self.notes)
         if not made.met:
             rows["top"] = [{"name": name, "bytes": nbytes, "at": at} for name, nbytes, at in self._top()]
         return rows
@@ -119,7 +128,7 @@ class PlannedModule(Planned):
         flops = rows["flops_after"] - rows["flops_before"]
         facts = [
             ("peak", f"{format_bytes(made.peak_after)}, {verdict} of {format_bytes(made.limit)}"),
-            ("before", f"{format_bytes(made.peak_before)}, as XLA counts it: results, without parameters"),
+            ("before", f"{format_bytes(rows['peak_before'])}, as XLA counts it: results, without parameters"),
             (
                 "placed",
                 f"{format_bytes(rows['arena'])}, beyond parameters, by XLA's assignment of what is written",
@@ -142,6 +151,7 @@ class PlannedModule(Planned):
             lines += ["at its peak"] + [
                 f"  {format_bytes(n):>12}  {name} ({at})" for name, n, at in self._top()
             ]
+        lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
@@ -161,19 +171,35 @@ class PlannedModule(Planned):
 def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     info = planner(chosen.planner or "search", "remat")
     options = filled(info.options, given_options(chosen), "a module's planner", chosen.source)
+    allow, mode = without_split(options.allow)
+    options = replace(options, allow=allow) if mode else options
     budget = None if chosen.budget is None else parse_budget(chosen.budget, "--budget")
     files = targets(chosen)
-    module = _scheduled(_module(chosen.source, out), _ORDER)
+    module = _module(chosen.source, out)
+    module = prepared(module) if mode else _scheduled(module, _ORDER)
     before = module_peak(module)
     limit = before if budget is None else budget.resolve(before)
     began = time.perf_counter()
+
+    def plan_of(module: Module) -> Result:
+        made: Result = info.plan(module, limit, options)
+        return made
+
     with Line(out.live, f"planning {module.name}"):
-        result: Result = info.plan(module, limit, options)
+        slices = planned(module, limit, plan_of, mode) if mode else InSlices(module, plan_of(module))
+        advised = () if mode or slices.result.met else split_advice(module, limit, options.allow)
     seconds = time.perf_counter() - began
+    module, result = slices.module, slices.result
     least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
     graph, plan = plan_with_results(module, *as_plan(module, result, info.name, least))
-    plan = replace(plan, seconds=seconds, source=chosen.source, command=chosen.command)
-    answer = PlannedModule(plan, graph, module, result, least[module.entry.name], budget is not None)
+    notes = (*slices.notes, *advised)
+    plan = replace(
+        plan, seconds=seconds, source=chosen.source, command=chosen.command, notes=(*plan.notes, *notes)
+    )
+    entry = least[module.entry.name]
+    answer = PlannedModule(
+        plan, graph, module, result, entry, budget is not None, slices if mode else None, before, notes
+    )
     rows, text = answer.rows(), [str(answer)]
     write_targets(answer, files, rows, text)
     out.answer(rows, "\n".join(text))

@@ -31,6 +31,7 @@ __all__ = [
     "check_copies",
     "declared",
     "flattened",
+    "inlined",
     "names_in",
     "run_keys",
     "runs",
@@ -422,3 +423,53 @@ def _renamed(i: Instruction, names: dict[str, str]) -> Instruction:
         return i
     listed = ", ".join(f"%{names[n]}" for n in names_in(before))
     return i.but(**{"control-predecessors": f"{{{listed}}}"})
+
+
+# -- calls inlined -------------------------------------------------------------------------------------------------
+
+
+def inlined(module: Module) -> Module:
+    """The same module whose entry calls nothing: in place of each call stands what it runs, and no tuple that is
+    only taken apart again. What loops and branches run is as it is."""
+    if not any(i.opcode == "call" for i in module.entry.instructions):
+        return module
+    check_copies(module)
+    names = Names([c.name for c in module.computations] + [i.name for i in module.instructions])
+    body, whole, root = list[Instruction](), dict[str, Instruction](), module.entry.root.name
+
+    def copied(c: Computation, known: dict[str, str], inside: bool) -> None:
+        """The instructions of a computation; ``known``: what its names are in the entry."""
+        for i in c.instructions:
+            given = tuple(known[o] for o in i.operands)
+            if i.opcode == "call":
+                callee = module.by_name[i.called[0]]
+                theirs = {p.name: given[p.parameter_number] for p in callee.parameters}
+                copied(callee, theirs, True)
+                known[i.name] = theirs[callee.root.name]
+            elif i.opcode == "get-tuple-element" and whole[given[0]].opcode == "tuple":
+                known[i.name] = whole[given[0]].operands[i.tuple_index]
+            elif i.name not in known:
+                made = _renamed(i, {**known, i.name: names.new(i.name) if inside else i.name})
+                known[i.name] = made.name
+                whole[made.name] = replace(made, root=False)
+                body.append(whole[made.name])
+
+    known: dict[str, str] = {}
+    copied(module.entry, known, False)
+    last = known[root]
+    used = {last} | {o for i in body for o in i.operands}
+    rows = (replace(i, root=i.name == last) for i in body if i.opcode != "tuple" or i.name in used)
+    entry = replace(module.entry, instructions=tuple(rows))
+    reached = _reached(module, entry)
+    rest = (entry if c.name == entry.name else c for c in module.computations)
+    return replace(module, computations=tuple(c for c in rest if c.name in reached))
+
+
+def _reached(module: Module, entry: Computation) -> set[str]:
+    """The computations that an entry reaches."""
+    found, work = {entry.name}, [entry]
+    while work:
+        fresh = {n for i in work.pop().instructions for n in i.called} - found
+        found |= fresh
+        work += [module.by_name[n] for n in fresh]
+    return found

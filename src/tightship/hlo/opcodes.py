@@ -29,6 +29,8 @@ class Opcode:
     ``effect``: a *collective*, something the *host* notices, a draw of the *rng*, half of a pair (*async*, *copy*).
     ``again``: whether it may run again (R6): *yes*; *inside* of what is called only; *no*.
     ``removable``: dead code if nobody uses its result. ``flops``: how they are counted (in ``remat.cost``).
+    ``cut``: along which dimensions it may be computed in slices (the rules are in ``split_rules``).
+    ``combines``: what it makes of the parts of a reduction by it: the same, *exactly*, or up to *rounding*.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Opcode:
     again: str = "yes"
     removable: bool = True
     flops: str = "elements"
+    cut: str = ""
+    combines: str = ""
 
     @property
     def repeatable(self) -> bool:
@@ -66,6 +70,7 @@ _HOST: dict[str, Any] = {"effect": "host", "removable": False}
 _MOVES: dict[str, Any] = {"flops": "none"}
 _GIVEN: dict[str, Any] = {"makes": "given", "again": "inside", "flops": "none"}
 _ADDRESSES: dict[str, Any] = {"makes": "addresses", "flops": "none"}
+_EACH: dict[str, Any] = {"elementwise": True, "cut": "each"}
 _CALL: dict[str, Any] = {"runs": True, "holds": True, "again": "no", "removable": False, "flops": "callees"}
 
 _ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -80,31 +85,39 @@ _ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("opt-barrier", _WHOLE | _PLACED | _MOVES | {"is_operand": True, "again": "no"}),
     # element by element
     (
-        "abs acos acosh add and asin asinh atan2 atanh cbrt ceil clamp compare complex convert cosh cosine"
+        "abs acos acosh asin asinh atan2 atanh cbrt ceil clamp compare complex convert cosh cosine"
         " count-leading-zeros divide erf exponential exponential-minus-one floor imag is-finite log log-plus-one"
-        " logistic maximum minimum multiply negate not or popcnt power real reduce-precision remainder sign sine"
+        " logistic multiply negate not popcnt power real reduce-precision remainder sign sine"
         " round-nearest-afz round-nearest-even rsqrt shift-left shift-right-arithmetic shift-right-logical sinh"
         " sqrt stochastic-convert subtract tan tanh xor",
-        {"elementwise": True},
+        _EACH,
     ),
-    ("bitcast-convert", {"elementwise": True, "flops": "none"}),
-    ("copy", _PLACED | _MOVES | {"elementwise": True, "forwards": "parts", "reads": "table"}),
-    ("map", {"elementwise": True, "flops": "operands"}),
-    ("select", {"elementwise": True, "operands": 3, "forwards": "either"}),
+    ("and maximum minimum or", _EACH | {"combines": "exactly"}),
+    ("add", _EACH | {"combines": "rounding"}),
+    ("bitcast-convert", _EACH | {"flops": "none"}),
+    ("copy", _PLACED | _MOVES | _EACH | {"forwards": "parts", "reads": "table"}),
+    ("map", _EACH | {"flops": "operands"}),
+    ("select", _EACH | {"operands": 3, "forwards": "either"}),
     ("tuple-select", {"operands": 3, "forwards": "either"}),
     # elements elsewhere, or of others
-    (
-        "broadcast concatenate dynamic-slice gather iota pad replica-id reshape reverse slice transpose",
-        _MOVES,
-    ),
+    ("replica-id", _MOVES),
+    ("broadcast", _MOVES | {"cut": "broadcast"}),
+    ("iota", _MOVES | {"cut": "iota"}),
+    ("reshape", _MOVES | {"cut": "reshape"}),
+    ("transpose", _MOVES | {"cut": "transpose"}),
+    ("concatenate reverse", _MOVES | {"cut": "others"}),
+    ("slice dynamic-slice", _MOVES | {"cut": "full"}),
+    ("pad", _MOVES | {"cut": "pad"}),
+    ("gather", _MOVES | {"cut": "gather"}),
     ("partition-id", _MOVES | {"again": "inside"}),
-    ("dynamic-update-slice", _MOVES | {"operands": 2, "writes_over": "first"}),
+    ("dynamic-update-slice", _MOVES | {"operands": 2, "writes_over": "first", "cut": "update"}),
     ("set-dimension-size", {"operands": 2, "writes_over": "first"}),
-    ("scatter", {"operands": 3, "writes_over": "results", "flops": "operands"}),
-    ("sort", {"operands": 1, "flops": "operands"}),
-    ("reduce reduce-window select-and-scatter", {"flops": "operands"}),
-    ("dot", {"operands": 2, "flops": "dot"}),
-    ("convolution", {"operands": 2, "flops": "convolution"}),
+    ("scatter", {"operands": 3, "writes_over": "results", "flops": "operands", "cut": "scatter"}),
+    ("sort", {"operands": 1, "flops": "operands", "cut": "others"}),
+    ("reduce", {"flops": "operands", "cut": "reduce"}),
+    ("reduce-window select-and-scatter", {"flops": "operands"}),
+    ("dot", {"operands": 2, "flops": "dot", "cut": "dot"}),
+    ("convolution", {"operands": 2, "flops": "convolution", "cut": "convolution"}),
     ("triangular-solve", {"operands": 2}),
     ("batch-norm-grad batch-norm-inference batch-norm-training cholesky dynamic-reshape fft", {}),
     ("get-dimension-size mulhi ragged-dot rng-bit-generator scaled-dot scan topk", {}),

@@ -60,6 +60,7 @@ __all__ = [
     "read_options",
     "seconds_left",
     "top_of_peak",
+    "without_split",
 ]
 
 _REDRAW = "redraw"
@@ -167,10 +168,15 @@ STREAM = "stream"
 
 def divide_allow(options: Options) -> tuple[Options, str]:
     """The planner's options without splitting, and which of `EXACT` and `ROUNDING` was allowed, if any."""
-    ways = [way.strip() for way in options.allow.split(",")]
-    mode = ROUNDING if ROUNDING in ways else EXACT if EXACT in ways else ""
-    rest = ",".join(way for way in ways if way not in (EXACT, ROUNDING))
+    rest, mode = without_split(options.allow)
     return replace(options, allow=rest) if mode else options, mode
+
+
+def without_split(allow: str) -> tuple[str, str]:
+    """The ways of ``allow`` but for splitting, and which of `EXACT` and `ROUNDING` is among them, if any."""
+    ways = [way.strip() for way in allow.split(",")]
+    mode = ROUNDING if ROUNDING in ways else EXACT if EXACT in ways else ""
+    return ",".join(way for way in ways if way not in (EXACT, ROUNDING)), mode
 
 
 def allows_stream(options: Options) -> tuple[Options, bool]:
