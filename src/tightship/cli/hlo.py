@@ -24,6 +24,7 @@ from tightship.hlo import Module, read, to_text
 from tightship.hlo.assign import advice, tight
 from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.assign.order import reordered
+from tightship.hlo.remat import search
 from tightship.hlo.remat.as_plan import as_plan, graph_before
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.instructions import ways
@@ -37,12 +38,13 @@ from tightship.hlo.remat.peak import (
     with_results,
 )
 from tightship.hlo.remat.search import tradeoff
-from tightship.integrations.hlo_split import InSlices, planned, prepared
+from tightship.integrations.hlo_split import InSlices, Splitting, prepared
 from tightship.integrations.hlo_split import advice as split_advice
 from tightship.options import filled, given_options, model_options
 from tightship.plan import Plan
 from tightship.planners import planner
-from tightship.planners.default import Options, top_of_peak, without_split
+from tightship.planners.default import Options, divide_allow, top_of_peak, without_split
+from tightship.planners.frontier import Changed, below
 from tightship.planners.layout import lay_out
 from tightship.report.hlo import assignment_page, assignment_rows, assignment_text, peak_rows, peak_table
 from tightship.report.pages.plan import plan_page
@@ -111,6 +113,8 @@ class PlannedModule(Planned):
         }
         if self.slices is not None and self.slices.choice is not None:
             rows |= self.slices.rows()
+        if self.slices is not None and (runtime := self.slices.xla()):
+            rows["runtime"] = runtime
         if self.notes:
             rows["notes"] = list(self.notes)
         if not made.met:
@@ -147,6 +151,9 @@ class PlannedModule(Planned):
         ]
         lines = [f"plan for {module.name} ({len(module.entry.instructions)} instructions)"]
         lines += [f"  {name:<11}  {text}" for name, text in facts]
+        if runtime := rows.get("runtime"):
+            sizes = " → ".join(format_bytes(runtime[k]) for k in ("temp_before", "temp_after"))
+            lines.append(f"  {'XLA':<11}  temporaries {sizes}, as it compiles both for the CPU")
         if not made.met:
             lines += ["at its peak"] + [
                 f"  {format_bytes(n):>12}  {name} ({at})" for name, n, at in self._top()
@@ -186,7 +193,11 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
         return made
 
     with Line(out.live, f"planning {module.name}"):
-        slices = planned(module, limit, plan_of, mode) if mode else InSlices(module, plan_of(module))
+        slices = (
+            Splitting(module, mode).plan(limit, plan_of)
+            if mode
+            else InSlices(module, module, plan_of(module))
+        )
         advised = () if mode or slices.result.met else split_advice(module, limit, options.allow)
     seconds = time.perf_counter() - began
     module, result = slices.module, slices.result
@@ -214,9 +225,32 @@ def module_frontier(chosen: argparse.Namespace, out: Output, options: dict[str, 
         raise BadInput(f"{', '.join(given)}: no option of a module's planner", place=chosen.source)
     module = _module(chosen.source, out)
     with Line(out.live, f"planning {module.name}") as line:
-        o = Options(**options)
+        o, mode = divide_allow(Options(**options))
         say = partial(line.say, always=True)
-        return Frontier.of(tradeoff(module, chosen.points, o, say, peers=chosen.peers))
+        if not mode:
+            return Frontier.of(tradeoff(module, chosen.points, o, say, peers=chosen.peers))
+        module = prepared(module)
+        half = replace(o, seconds=o.seconds / 2, work=o.work // 2)
+        base = tradeoff(module, chosen.points, half, say, peers=chosen.peers)
+        splitting = Splitting(module, mode)
+        least = splitting.least(ways(o.allow), lossy=o.lossy)
+        each = replace(half, seconds=half.seconds / chosen.points, work=half.work // chosen.points)
+        return Frontier.of(below(base, chosen.points, least, partial(_split_at, splitting, each), say))
+
+
+def _split_at(splitting: Splitting, o: Options, budget: int) -> Changed | int:
+    """The plan of a module within a budget, in slices where it needs them; the bytes that were reached where there is
+    none."""
+    chosen = search.Options(o.seconds, o.work, seed=o.seed, allow=o.allow, lossy=o.lossy, host=o.host)
+    found = splitting.plan(budget, lambda module: search.plan(module, budget, chosen))
+    if not found.result.met:
+        return found.result.peak_after
+    graph, plan = plan_with_results(found.module, *as_plan(found.module, found.result, "search"))
+    if found.choice is None:
+        return Changed(plan, graph, "")
+    costs = found.rows()
+    plan = replace(plan, time=costs.get("time_after", plan.time), time_before=costs["time_before"])
+    return Changed(plan, graph, f"in {found.choice.most} slices")
 
 
 def _module(path: str, out: Output) -> Module:

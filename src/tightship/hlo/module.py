@@ -46,6 +46,7 @@ CALLS = frozenset(
 _NAME = re.compile(r"%?([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ESCAPED = re.compile(r"\\(.)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
@@ -117,6 +118,12 @@ class Instruction:
     @property
     def custom_call_target(self) -> str:
         return self.attribute("custom_call_target").strip('"')
+
+    @property
+    def trips(self) -> int:
+        """How many times a loop runs its body, if the text says so (up to 2^31); else 1."""
+        found = _TRIPS.search(self.attribute("backend_config"))
+        return min(int(found[1][:11]), 2**31) if found else 1
 
     @property
     def op_name(self) -> str:

@@ -36,6 +36,8 @@ _SIMILAR: Final = (2, 64)
 """A region takes in arrays of at least such a part of the one that it grows around."""
 _NEAR: Final = 1.02
 """A number of slices is enough that comes so near to the least peak of its region."""
+_GAIN: Final = 0.01
+"""A region that lowers the peak by less of it is not split, unless the limit is met with it."""
 _ROUNDS: Final = 24
 """Regions that are split one after another, at most."""
 _BELIEVED: Final = 24
@@ -230,12 +232,13 @@ def _lower(at: Choice, limit: int, rounding: bool) -> Iterator[list[Choice]]:
     """What one region more comes to, for each that lowers the peak: first in as many slices as are enough."""
     for region in regions(at.module, rounding=rounding):
         least = _in_slices(at, region, region.counts[-1])
-        if least.peak >= at.peak:
+        most = max(int(at.peak * (1 - _GAIN)), limit)
+        if least.peak > most:
             continue
         rows = [*(_in_slices(at, region, count) for count in region.counts[:-1]), least]
-        enough = max(limit, min(int(least.peak * _NEAR), at.peak - 1))
+        enough = max(limit, min(int(least.peak * _NEAR), most))
         first = next(k for k, c in enumerate(rows) if c.peak <= enough)
-        yield [c for c in (*rows[first:], *reversed(rows[:first])) if c.peak < at.peak]
+        yield [c for c in (*rows[first:], *reversed(rows[:first])) if c.peak <= most]
 
 
 def _in_slices(at: Choice, region: Region, count: int) -> Choice:

@@ -7,7 +7,7 @@ results are equal.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -19,15 +19,23 @@ from tightship.errors import Unsupported
 from tightship.hlo import Module, flattened, to_text
 from tightship.hlo.assign.order import reordered
 from tightship.hlo.module import inlined
+from tightship.hlo.remat.as_plan import graph_before
+from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.lower import bound
+from tightship.hlo.remat.peak import peak_of
 from tightship.hlo.split import Choice, choices
+from tightship.hlo.split_check import check_slices
 from tightship.planners.default import EXACT, ROUNDING
+from tightship.simulate import baseline, replay
 from tightship.units import format_bytes
 
-__all__ = ["InSlices", "Xla", "advice", "planned", "prepared"]
+__all__ = ["InSlices", "Splitting", "Xla", "advice", "prepared"]
 
 _TYPES: Final = {"f32": "float32", "f64": "float64", "f16": "float16", "pred": "bool"} | {
     f"{k}{n}": f"{'u' * (k == 'u')}int{n}" for k in "su" for n in (8, 16, 32, 64)
 }
+_WORTH: Final = 0.01
+"""By so much of the whole's time a plan is slower before slices are tried, and faster with them."""
 _SMALL: Final = 16
 """Random integers are below this: they are mostly indices."""
 
@@ -109,63 +117,128 @@ def _random(random: np.random.Generator, shape: Any) -> Any:
 
 @dataclass(frozen=True)
 class InSlices:
-    """The module that is planned, and its plan; ``choice``: what is in slices in it, None if nothing is; ``notes``
-    say it, or why nothing is."""
+    """The module that is planned, and its plan; ``whole``: that module in one piece; ``choice``: what is in slices in
+    it, None if nothing is; ``notes`` say it, or why nothing is."""
 
+    whole: Module
     module: Module
     result: Result
     choice: Choice | None = None
     notes: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, Any]:
-        """What is in slices, for programs."""
+        """What is in slices, and what it costs beside the module in one piece, for programs."""
         assert self.choice is not None
-        return {
-            "split": [
-                {
-                    "seed": region.seed,
-                    "instructions": list(region.ops),
-                    "slices": count,
-                    "rounds": region.rounds,
-                }
-                for region, count in self.choice.regions
-            ]
-        }
+        regions = [
+            {"seed": region.seed, "instructions": list(region.ops), "slices": count, "rounds": region.rounds}
+            for region, count in self.choice.regions
+        ]
+        made = self.result.module
+        found = {"split": regions, "flops_before": _flops(self.whole), "flops_after": _flops(made)}
+        found["time_before"] = _time(self.whole)
+        return found if self.result.transfers else found | {"time_after": _time(made)}
+
+    def xla(self) -> dict[str, int]:
+        """Bytes of temporaries that XLA allocates on the CPU, in one piece and as planned; empty where it cannot be
+        asked."""
+        try:
+            return {
+                "temp_before": Xla(self.whole).temporaries, "temp_after": Xla(self.result.module).temporaries
+            }  # fmt: skip
+        except Unsupported:
+            return {}
 
 
-def planned(module: Module, limit: int, plan_of: Callable[[Module], Result], mode: str) -> InSlices:
-    """A `prepared` module planned within a limit, in slices where it needs them, as few as it allows. ``mode``:
-    `EXACT`, then XLA gives the same bits on random data, or `ROUNDING`.
+def _slower(made: InSlices) -> float:
+    """By what part it takes longer than the module in one piece, by modeled times."""
+    whole = _time(made.whole)
+    return _time(made.result.module) / whole - 1 if whole else 0.0
 
-    Where nothing is within the limit, the least that was reached. Raises ``Unsupported`` where bits cannot be
-    compared.
-    """
-    best = InSlices(module, plan_of(module))
-    if best.result.met:
-        return best
-    whole, other = Xla(module), 0
 
-    def same(choice: Choice) -> bool:
-        nonlocal other
-        equal = mode == ROUNDING or Xla(choice.module).equals(whole)
-        other += not equal
-        return equal
+def _flops(module: Module) -> int:
+    return sum(work_of(module).flops[module.entry.name].values())
 
-    for choice in choices(module, limit, rounding=mode == ROUNDING, believed=same):
-        found = plan_of(choice.module)
-        if found.peak_after < best.result.peak_after:
-            best = InSlices(choice.module, found, choice, tuple(_notes(module, choice, mode)))
-        if best.result.met:
+
+def _time(module: Module) -> float:
+    graph = graph_before(module)
+    return replay(graph, baseline(graph)).time
+
+
+class Splitting:
+    """A `prepared` module in slices, for one limit or many. ``mode``: `EXACT`, then XLA gives the same bits on random
+    data, or `ROUNDING`."""
+
+    def __init__(self, module: Module, mode: str) -> None:
+        self.module, self.mode, self.whole = module, mode, Xla(module)
+        self.equal: dict[tuple[tuple[frozenset[str], int], ...], bool] = {}
+
+    def believed(self, choice: Choice) -> bool:
+        if self.mode == ROUNDING:
+            return True
+        key = tuple((frozenset(region.ops), count) for region, count in choice.regions)
+        if key not in self.equal:
+            self.equal[key] = Xla(choice.module).equals(self.whole)
+        return self.equal[key]
+
+    def choices(self, limit: int) -> Iterator[Choice]:
+        return choices(self.module, limit, rounding=self.mode == ROUNDING, believed=self.believed)
+
+    def least(self, allow: Sequence[str], *, lossy: bool = False) -> int:
+        """Bytes that no plan goes below, in one piece or in the slices that need the least."""
+        made = (self.module, *(choice.module for choice in self.choices(0)))
+        return min(bound(m, allow, lossy=lossy) for m in made)
+
+    def plan(self, limit: int, plan_of: Callable[[Module], Result]) -> InSlices:
+        """A plan within a limit, in slices where it needs them or is faster so, as few as it allows; where there is
+        none, the least that was reached. Raises ``Unsupported`` where bits cannot be compared."""
+        best = InSlices(self.module, self.module, plan_of(self.module))
+        if best.result.met and (best.result.transfers or _slower(best) <= _WORTH):
             return best
-    if best.choice is not None:
-        said = f"in slices {format_bytes(best.result.peak_after)} was the least that was reached"
-    else:
-        said = "no instructions of the entry can be computed in slices that need less"
-    left = f"; {other} other ways give other bits in XLA (allow=split-rounding takes them)" if other else ""
-    return replace(best, notes=(*best.notes, f"split: {said}{left}"))
+        for choice in self.choices(limit):
+            check_slices(self.module, choice.module)
+            made = InSlices(self.module, choice.module, plan_of(choice.module), choice)
+            made = replace(made, notes=tuple(_notes(choice, self.mode)))
+            if made.result.met:
+                faster = not best.result.met or _slower(made) < _slower(best) - _WORTH
+                return made if faster else best
+            if made.result.peak_after < best.result.peak_after:
+                best = made
+        return best if best.result.met else replace(best, notes=(*best.notes, *self._missed(best)))
+
+    def _missed(self, best: InSlices) -> Iterator[str]:
+        """Why nothing is within the limit."""
+        if best.choice is not None:
+            yield f"split: in slices {format_bytes(best.result.peak_after)} was the least that was reached"
+        else:
+            yield "split: no instructions of the entry can be computed in slices that need less"
+        if other := sum(not equal for equal in self.equal.values()):
+            yield f"split: {other} other ways give other bits in XLA (allow={ROUNDING} takes them)"
+        yield from _uncut(self.module)
 
 
-def _notes(module: Module, choice: Choice, mode: str) -> Iterator[str]:
+def _uncut(module: Module) -> Iterator[str]:
+    """What at the peak cannot be in slices whatever it touches."""
+    peak = peak_of(module)
+    kinds: dict[str, list[str]] = {}
+    for r in peak.residents:
+        if r.computation != module.entry.name:
+            kinds.setdefault("computation", []).append(r.computation)
+        elif (i := module.entry.by_name[r.instruction]).row.makes == "results" and not i.row.cut:
+            kinds.setdefault(i.opcode, []).append(i.name)
+    for kind, names in kinds.items():
+        count, first = len(dict.fromkeys(names)), names[0]
+        if kind == "computation":
+            yield f"split: arrays at the peak are made inside {first}: slices are of the entry computation alone"
+        elif kind == "fusion":
+            yield (
+                f"split: {count} arrays at the peak are made by fusions (first {first}), which are not taken apart: "
+                'give the module as JAX hands it to XLA, jax.jit(f).lower(...).as_text("hlo")'
+            )
+        else:
+            yield f"split: {count} arrays at the peak are made by {kind} (first {first}), which has no rule"
+
+
+def _notes(choice: Choice, mode: str) -> Iterator[str]:
     for region, count in choice.regions:
         names, shape = list(region.ops), region.seed
         rounding = "; sums over slices round otherwise than in one piece" if region.rounds else ""

@@ -6,7 +6,6 @@ temporaries that lie idle at the peak would give if they were made again, offloa
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from tightship.hlo.dataflow import Node
 
 __all__ = ["Advice", "advice"]
 
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LARGE = 30_000
 """Instructions beyond which other orders are not tried."""
 
@@ -82,8 +80,8 @@ def _loops(made: Assignment, step: int) -> list[Advice]:
         if not any(start <= step < end for start, end in live.between(g)):
             continue
         for b in g.buffers:
-            trips = _TRIPS.search(b.node.instruction.attribute("backend_config"))
-            carried = b.node.opcode == "while" and b.shape.dims and trips and b.shape.dims[0] == int(trips[1])
+            trips = b.node.instruction.trips
+            carried = b.node.opcode == "while" and trips > 1 and b.shape.dims[:1] == (trips,)
             argument = any(x.node in entry and x.node.opcode == "parameter" for x in g.buffers)
             if carried and not argument and live.ranges[b].end > live.ranges[b].start:
                 found[b.node] = found.get(b.node, 0) + g.size

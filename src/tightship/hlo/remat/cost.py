@@ -15,7 +15,7 @@ from math import prod
 from typing import Final
 
 from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.shape import Shape
+from tightship.hlo.shape import LIMIT, Shape
 from tightship.machine import CODECS, Machine, modeled_time
 
 __all__ = ["ACCELERATOR", "Work", "work_of"]
@@ -38,6 +38,9 @@ class Work:
     def seconds(self, computation: Computation, i: Instruction) -> float:
         if i.row.makes != "results":
             return 0.0
+        if i.opcode == "while":
+            inside = (self.module.by_name[name] for name in i.called)
+            return i.trips * sum(self.seconds(c, inner) for c in inside for inner in c.instructions)
         moved = i.shape.total + sum(computation.by_name[o].shape.total for o in i.operands)
         flops = self.flops[computation.name][i.name]
         return modeled_time(flops, moved, rate=_FLOPS, bandwidth=_BANDWIDTH, overhead=0.0)
@@ -65,7 +68,7 @@ def _flops(module: Module, inside: Computation, i: Instruction, of: Callable[[st
         case "none":
             return 0
         case "callees":
-            return sum(map(of, i.called))
+            return min(i.trips * sum(map(of, i.called)), LIMIT)
         case "dot":
             return 2 * i.shape.elements * _contracted(i, shapes[0])
         case "convolution":
