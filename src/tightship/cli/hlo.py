@@ -188,20 +188,21 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     limit = before if budget is None else budget.resolve(before)
     began = time.perf_counter()
 
-    def plan_of(module: Module) -> Result:
+    lossy = getattr(options, "lossy", False)
+
+    def plan_of(module: Module, limit: int) -> Result:
         made: Result = info.plan(module, limit, options)
         return made
 
     with Line(out.live, f"planning {module.name}"):
-        slices = (
-            Splitting(module, mode).plan(limit, plan_of)
-            if mode
-            else InSlices(module, module, plan_of(module))
-        )
+        if mode:
+            slices = Splitting(module, mode, ways(allow), plan_of, lossy=lossy).plan(limit)
+        else:
+            slices = InSlices(module, module, plan_of(module, limit))
         advised = () if mode or slices.result.met else split_advice(module, limit, options.allow)
     seconds = time.perf_counter() - began
     module, result = slices.module, slices.result
-    least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
+    least = bounds(module, ways(options.allow), lossy=lossy)
     graph, plan = plan_with_results(module, *as_plan(module, result, info.name, least))
     notes = (*slices.notes, *advised)
     plan = replace(
@@ -232,19 +233,23 @@ def module_frontier(chosen: argparse.Namespace, out: Output, options: dict[str, 
         module = prepared(module)
         half = replace(o, seconds=o.seconds / 2, work=o.work // 2)
         base = tradeoff(module, chosen.points, half, say, peers=chosen.peers)
-        splitting = Splitting(module, mode)
-        least = splitting.least(ways(o.allow), lossy=o.lossy)
-        each = replace(half, seconds=half.seconds / chosen.points, work=half.work // chosen.points)
-        return Frontier.of(below(base, chosen.points, least, partial(_split_at, splitting, each), say))
+        each = search.Options(
+            half.seconds / chosen.points, half.work // chosen.points, seed=o.seed, allow=o.allow, lossy=o.lossy,
+            host=o.host,
+        )  # fmt: skip
+        plan_of = partial(search.plan, options=each)
+        splitting = Splitting(module, mode, ways(o.allow), plan_of, lossy=o.lossy)
+        return Frontier.of(below(base, chosen.points, splitting.least, partial(_split_at, splitting), say))
 
 
-def _split_at(splitting: Splitting, o: Options, budget: int) -> Changed | int:
-    """The plan of a module within a budget, in slices where it needs them; the bytes that were reached where there is
+def _split_at(splitting: Splitting, budget: int) -> Changed | int:
+    """The plan of a module within a budget, in slices where it needs them; the bytes that are enough where there is
     none."""
-    chosen = search.Options(o.seconds, o.work, seed=o.seed, allow=o.allow, lossy=o.lossy, host=o.host)
-    found = splitting.plan(budget, lambda module: search.plan(module, budget, chosen))
-    if not found.result.met:
-        return found.result.peak_after
+    lowest = splitting.lowest
+    if lowest is not None and budget < lowest.peak:
+        return lowest.peak
+    if (found := splitting.within(budget)) is None:
+        return 0
     graph, plan = plan_with_results(found.module, *as_plan(found.module, found.result, "search"))
     if found.choice is None:
         return Changed(plan, graph, "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -166,44 +166,74 @@ def _time(module: Module) -> float:
 
 class Splitting:
     """A `prepared` module in slices, for one limit or many. ``mode``: `EXACT`, then XLA gives the same bits on random
-    data, or `ROUNDING`."""
+    data, or `ROUNDING`; ``allow``, ``lossy``: what else plans may do. ``plan_of`` plans a module within a limit."""
 
-    def __init__(self, module: Module, mode: str) -> None:
-        self.module, self.mode, self.whole = module, mode, Xla(module)
-        self.equal: dict[tuple[tuple[frozenset[str], int], ...], bool] = {}
+    def __init__(
+        self, module: Module, mode: str, allow: Sequence[str], plan_of: Callable[[Module, int], Result], *,
+        lossy: bool = False,
+    ) -> None:  # fmt: skip
+        self.module, self.mode, self.plan_of, self.whole = module, mode, plan_of, Xla(module)
+        self._bound = partial(bound, allow=allow, lossy=lossy)
+        self._equal: dict[tuple[tuple[frozenset[str], int], ...], bool] = {}
 
     def believed(self, choice: Choice) -> bool:
         if self.mode == ROUNDING:
             return True
         key = tuple((frozenset(region.ops), count) for region, count in choice.regions)
-        if key not in self.equal:
-            self.equal[key] = Xla(choice.module).equals(self.whole)
-        return self.equal[key]
+        if key not in self._equal:
+            self._equal[key] = Xla(choice.module).equals(self.whole)
+        return self._equal[key]
 
-    def choices(self, limit: int) -> Iterator[Choice]:
-        return choices(self.module, limit, rounding=self.mode == ROUNDING, believed=self.believed)
+    def choice(self, limit: int) -> Choice | None:
+        """The first choice within a limit, or the last there is."""
+        *_, last = (
+            None,
+            *choices(self.module, limit, rounding=self.mode == ROUNDING, believed=self.believed),
+        )
+        return last
 
-    def least(self, allow: Sequence[str], *, lossy: bool = False) -> int:
+    @cached_property
+    def lowest(self) -> Choice | None:
+        return self.choice(0)
+
+    @property
+    def least(self) -> int:
         """Bytes that no plan goes below, in one piece or in the slices that need the least."""
-        made = (self.module, *(choice.module for choice in self.choices(0)))
-        return min(bound(m, allow, lossy=lossy) for m in made)
+        made = [self.module] if self.lowest is None else [self.module, self.lowest.module]
+        return min(map(self._bound, made))
 
-    def plan(self, limit: int, plan_of: Callable[[Module], Result]) -> InSlices:
-        """A plan within a limit, in slices where it needs them or is faster so, as few as it allows; where there is
-        none, the least that was reached. Raises ``Unsupported`` where bits cannot be compared."""
-        best = InSlices(self.module, self.module, plan_of(self.module))
-        if best.result.met and (best.result.transfers or _slower(best) <= _WORTH):
+    def within(self, limit: int) -> InSlices | None:
+        """A plan within a limit, in slices where it needs them or is faster so, as few as it allows; None without
+        one. Raises ``Unsupported`` where bits cannot be compared."""
+        best = None
+        if self._bound(self.module) <= limit:
+            best = self._planned(None, limit)
+            if best is not None and (best.result.transfers or _slower(best) <= _WORTH):
+                return best
+        choice = self.choice(limit)
+        if choice is None or self._bound(choice.module) > limit:
             return best
-        for choice in self.choices(limit):
+        made = self._planned(choice, limit)
+        if made is None or (best is not None and _slower(made) > _slower(best) - _WORTH):
+            return best
+        return made
+
+    def _planned(self, choice: Choice | None, limit: int, *, missed: bool = False) -> InSlices | None:
+        if choice is None:
+            made = InSlices(self.module, self.module, self.plan_of(self.module, limit))
+        else:
             check_slices(self.module, choice.module)
-            made = InSlices(self.module, choice.module, plan_of(choice.module), choice)
-            made = replace(made, notes=tuple(_notes(choice, self.mode)))
-            if made.result.met:
-                faster = not best.result.met or _slower(made) < _slower(best) - _WORTH
-                return made if faster else best
-            if made.result.peak_after < best.result.peak_after:
-                best = made
-        return best if best.result.met else replace(best, notes=(*best.notes, *self._missed(best)))
+            result = self.plan_of(choice.module, limit)
+            made = InSlices(self.module, choice.module, result, choice, tuple(_notes(choice, self.mode)))
+        return made if missed or made.result.met else None
+
+    def plan(self, limit: int) -> InSlices:
+        """The same, or the least that is reached, with why it is no less."""
+        if (found := self.within(limit)) is not None:
+            return found
+        tried = (self._planned(c, limit, missed=True) for c in dict.fromkeys((None, self.choice(limit))))
+        best = min((m for m in tried if m is not None), key=lambda m: m.result.peak_after)
+        return replace(best, notes=(*best.notes, *self._missed(best)))
 
     def _missed(self, best: InSlices) -> Iterator[str]:
         """Why nothing is within the limit."""
@@ -211,7 +241,7 @@ class Splitting:
             yield f"split: in slices {format_bytes(best.result.peak_after)} was the least that was reached"
         else:
             yield "split: no instructions of the entry can be computed in slices that need less"
-        if other := sum(not equal for equal in self.equal.values()):
+        if other := sum(not equal for equal in self._equal.values()):
             yield f"split: {other} other ways give other bits in XLA (allow={ROUNDING} takes them)"
         yield from _uncut(self.module)
 
