@@ -447,6 +447,6 @@ def test_a_model_is_planned_in_slices(network):
 
 
 @pytest.mark.parametrize("way", [EXACT, ROUNDING])
-def test_modules_of_hlo_say_that_they_are_not_split(way):
+def test_planners_of_modules_say_that_slices_are_cut_before(way):
     with pytest.raises(Unsupported, match=f"allow={way} for a module of HLO"):
         ways(f"recompute,{way}")

@@ -38,7 +38,7 @@ from tightship.hlo.remat.peak import (
     with_results,
 )
 from tightship.hlo.remat.search import tradeoff
-from tightship.integrations.hlo_split import InSlices, Splitting, prepared
+from tightship.integrations.hlo_split import InSlices, Splitting, lowered, prepared
 from tightship.integrations.hlo_split import advice as split_advice
 from tightship.options import filled, given_options, model_options
 from tightship.plan import Plan
@@ -331,7 +331,8 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
         live = assignment.live
         peak = peak_of(live.points.module)
         step, rows = peak_rows(live, peak)
-        advised = advice.advice(assignment, tight.plan(module), step)
+        advised = [*advice.advice(assignment, tight.plan(module), step), *lowered(module)]
+        advised.sort(key=lambda a: -a.saves)
         again, line = changes_of(module)
     answer = assignment_rows(assignment) | {
         "peak": {

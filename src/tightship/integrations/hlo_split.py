@@ -17,19 +17,20 @@ import numpy as np
 from tightship.baselines.xla_remat import Result
 from tightship.errors import Unsupported
 from tightship.hlo import Module, flattened, to_text
+from tightship.hlo.assign.advice import Advice
 from tightship.hlo.assign.order import reordered
 from tightship.hlo.module import inlined
 from tightship.hlo.remat.as_plan import graph_before
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.lower import bound
-from tightship.hlo.remat.peak import peak_of
+from tightship.hlo.remat.peak import module_peak, peak_of
 from tightship.hlo.split import Choice, choices
 from tightship.hlo.split_check import check_slices
 from tightship.planners.default import EXACT, ROUNDING
 from tightship.simulate import baseline, replay
 from tightship.units import format_bytes
 
-__all__ = ["InSlices", "Splitting", "Xla", "advice", "prepared"]
+__all__ = ["InSlices", "Splitting", "Xla", "advice", "lowered", "prepared"]
 
 _TYPES: Final = {"f32": "float32", "f64": "float64", "f16": "float16", "pred": "bool"} | {
     f"{k}{n}": f"{'u' * (k == 'u')}int{n}" for k in "su" for n in (8, 16, 32, 64)
@@ -134,7 +135,7 @@ class InSlices:
             for region, count in self.choice.regions
         ]
         made = self.result.module
-        found = {"split": regions, "flops_before": _flops(self.whole), "flops_after": _flops(made)}
+        found = {"slices": regions, "flops_before": _flops(self.whole), "flops_after": _flops(made)}
         found["time_before"] = _time(self.whole)
         return found if self.result.transfers else found | {"time_after": _time(made)}
 
@@ -282,13 +283,30 @@ def _notes(choice: Choice, mode: str) -> Iterator[str]:
 
 def advice(module: Module, limit: int, allow: str) -> tuple[str, ...]:
     """What slices would come to where they were not allowed; nothing where they do not help."""
-    whole = prepared(module)
-    *_, last = (None, *choices(whole, limit, rounding=True))
+    last = lowest(module, limit)
+    return () if last is None else (f"splitting (allow={allow},{_way(last)}): {_said(last)}",)
+
+
+def lowest(module: Module, limit: int) -> Choice | None:
+    """The module in slices within a limit, or in those that need the least, whatever their bits; None where that is
+    no less."""
+    *_, last = (None, *choices(prepared(module), limit, rounding=True))
+    return last
+
+
+def lowered(module: Module) -> tuple[Advice, ...]:
+    """The same beside what else would lower the peak."""
+    last = lowest(module, 0)
     if last is None:
         return ()
-    way = ROUNDING if last.rounds else EXACT
-    count = sum(len(region.ops) for region, _ in last.regions)
-    return (
-        f"splitting (allow={allow},{way}): {format_bytes(last.peak)} then, {count} instructions in loops of up to "
-        f"{last.most} slices",
-    )
+    saves = module_peak(module) - last.peak
+    return (Advice("split", saves, f"by slices (tightship plan --allow {_way(last)}): {_said(last)}"),)
+
+
+def _way(choice: Choice) -> str:
+    return ROUNDING if choice.rounds else EXACT
+
+
+def _said(choice: Choice) -> str:
+    count = sum(len(region.ops) for region, _ in choice.regions)
+    return f"{format_bytes(choice.peak)} then, {count} instructions in loops of up to {choice.most} slices"

@@ -67,7 +67,8 @@ class Ways:
             )  # fmt: skip
         if not streams and not self.is_onnx and (program is None or timed is None):
             raise Unsupported(
-                f"allow={mode} for {graph.name}", "ops are split in models of PyTorch's and in ONNX files alone",
+                f"allow={mode} for {graph.name}",
+                "ops are split in models of PyTorch's, ONNX files and modules of HLO",
                 "leave it out, or give the model",
             )  # fmt: skip
 

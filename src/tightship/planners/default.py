@@ -122,8 +122,8 @@ class Options:
     allow: str = option(
         "recompute",
         "how storages may leave memory: recompute, compress, offload, redraw (recompute random ops too, from saved "
-        "random states); of models also: split, split-rounding (ops in slices), stream (parameters and optimizer "
-        "state of a training step)",
+        "random states); of models and modules also: split, split-rounding (ops in slices); of models: stream "
+        "(parameters and optimizer state of a training step)",
         metavar="MEANS,…",
     )
     hints: str = option(

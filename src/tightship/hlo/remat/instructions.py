@@ -28,13 +28,13 @@ _Op = Callable[..., str]
 
 
 def ways(allow: str) -> tuple[str, ...]:
-    """The ways named between commas. Raises ``BadInput``, and ``Unsupported`` for ops in slices."""
+    """The ways named between commas. Raises ``BadInput``, and ``Unsupported`` for slices, which are cut before."""
     found = tuple(dict.fromkeys(filter(None, (w.strip() for w in allow.split(",")))))
     for way in found:
         if way in (EXACT, ROUNDING):
             raise Unsupported(
-                f"allow={way} for a module of HLO", "ops are split in models of PyTorch's and in ONNX files alone",
-                "leave it out",
+                f"allow={way} for a module of HLO", "a planner of modules plans what is there, in slices or not",
+                "leave it out, or use tightship plan or frontier, which split a module before it is planned",
             )  # fmt: skip
         if way not in WAYS:
             raise BadInput(f"unknown way {way!r} in allow; a way is one of {', '.join(WAYS)}")

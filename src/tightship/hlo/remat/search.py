@@ -72,7 +72,10 @@ class Options:
         "Recompute calls of cuBLAS and forward convolutions of cuDNN where the limit is not met without.",
     )
     seed: int = option(0, "Seed of the search.")
-    allow: str = option("recompute", "Ways out of memory, between commas: recompute, compress, offload.")
+    allow: str = option(
+        "recompute",
+        "Ways out of memory, between commas: recompute, compress, offload; split, split-rounding (loops over slices).",
+    )
     lossy: bool = option(False, "Let single precision be packed as bfloat16.")
     host: int = option(0, "Largest number of bytes in the host's memory at once (0: any number).")
 
