@@ -74,7 +74,7 @@ class Options:
     seed: int = option(0, "Seed of the search.")
     allow: str = option(
         "recompute",
-        "Ways out of memory, between commas: recompute, compress, offload; split, split-rounding (loops over slices).",
+        "Ways out of memory, between commas: recompute, compress, offload; split, split-rounding (slices).",
     )
     lossy: bool = option(False, "Let single precision be packed as bfloat16.")
     host: int = option(0, "Largest number of bytes in the host's memory at once (0: any number).")
