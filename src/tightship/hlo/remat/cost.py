@@ -42,6 +42,10 @@ class Work:
             inside = (self.module.by_name[name] for name in i.called)
             return i.trips * sum(self.seconds(c, inner) for c in inside for inner in c.instructions)
         moved = i.shape.total + sum(computation.by_name[o].shape.total for o in i.operands)
+        if i.opcode == "dynamic-slice":  # a part is read, or written over, where it lies
+            moved = 2 * i.shape.total
+        elif i.opcode == "dynamic-update-slice":
+            moved = 2 * computation.by_name[i.operands[1]].shape.total
         flops = self.flops[computation.name][i.name]
         return modeled_time(flops, moved, rate=_FLOPS, bandwidth=_BANDWIDTH, overhead=0.0)
 
