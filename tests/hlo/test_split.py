@@ -270,3 +270,32 @@ def test_a_frontier_goes_on_below_the_whole(tmp_path: Path, capsys: pytest.Captu
         args = ["frontier", str(path), "--points", "2", "--allow", allow, "--no-peers", "--seconds", "2"]
         least[allow] = run(args, capsys)[1]["points"][0]["peak_after"]
     assert least["recompute,split-rounding"] * 2 < least["recompute"]
+
+
+def test_a_training_step_with_donated_parameters_computes_the_same() -> None:
+    jax = pytest.importorskip("jax")
+    from support.hlo_fresh import program
+    from tightship.integrations.hlo_split import Xla, prepared
+
+    step, given = program("unrolled")
+    module = prepared(parse(jax.jit(step, donate_argnums=(0,)).lower(*given).as_text("hlo")))
+    choice = next(choices(module, module_peak(module) // 2, rounding=True))
+    assert choice.module.aliases == module.aliases != {}
+    one, other = Xla(module), Xla(choice.module)
+    assert other.temporaries * 2 < one.temporaries
+    for a, b in zip(one.outputs, other.outputs, strict=True):
+        assert np.abs(a - b).max() <= 1e-4 * np.abs(a).max()
+
+
+def test_arrays_that_a_loop_makes_are_said_to_be_out_of_reach(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jax = pytest.importorskip("jax")
+    from support.hlo_fresh import program
+
+    path = tmp_path / "scan.hlo"
+    step, given = program("scan")
+    path.write_text(jax.jit(step).lower(*given).as_text("hlo"))
+    args = ["plan", str(path), "--budget", "30%", "--allow", "split-rounding", "--work", "1000"]
+    status, rows = run(args, capsys)
+    assert status == 1 and any("slices are of the entry computation alone" in note for note in rows["notes"])
