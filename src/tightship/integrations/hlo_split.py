@@ -141,7 +141,9 @@ class InSlices:
 
     def xla(self) -> dict[str, int]:
         """Bytes of temporaries that XLA allocates on the CPU, in one piece and as planned; empty where it cannot be
-        asked."""
+        asked, or nothing but the order is another."""
+        if self.choice is None and not self.result.recomputed and not self.result.transfers:
+            return {}
         try:
             return {
                 "temp_before": Xla(self.whole).temporaries, "temp_after": Xla(self.result.module).temporaries
