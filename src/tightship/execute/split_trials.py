@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from tightship.frontends.torch.optimizer.copy import bare
 from tightship.frontends.torch.optimizer.updates import Updater, independent
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, map_tree, substitute
 from tightship.frontends.torch.split_chains import dims_of, narrowed, seen
+from tightship.frontends.torch.split_norm import normalized, normalized_backward
 from tightship.frontends.torch.split_rules import (
     SUM,
     Axis,
@@ -48,6 +50,8 @@ _PRIME = 65_521
 """Random numbers that are drawn for a tensor and repeated."""
 _FEW = 2
 """Slices that are looked at where bits need not be the same, of ops whose results lie side by side."""
+_SPREAD = 6
+"""The argument of a batch norm's backward pass that is above zero: one over the standard deviation."""
 _KNOWN: dict[Any, str] = {}
 
 
@@ -158,7 +162,9 @@ class _Trial:
 
         def drawn(p: Place, x: Any) -> Any:
             most = most_index(call.fn, shapes, p) if isinstance(p, int) else 0
-            return _drawn(x, most, device) if isinstance(x, Value) else x
+            made = _drawn(x, most, device) if isinstance(x, Value) else x
+            spread = isinstance(made, torch.Tensor) and axis.normalizes and p == _SPREAD
+            return made.abs().add_(0.5) if spread else made
 
         self.args, self.kwargs = mapped(self.args, self.kwargs, drawn)
         self.units = units
@@ -167,9 +173,15 @@ class _Trial:
     def call(self) -> Call:
         return self.program.calls[self.k]
 
+    @property
+    def writes(self) -> bool:
+        """Whether the op maps its first argument in place; others have running statistics at most."""
+        op = self.program.graph.ops[self.k]
+        return bool(op.mutates) and not op.updates
+
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The results; of an op in place, what it has written."""
-        if self.program.graph.ops[self.k].mutates:
+        if self.writes:
             first = args[0].clone()
             self.call.fn(first, *args[1:], **kwargs)
             return [first]
@@ -193,7 +205,7 @@ class _Trial:
         return [x.flatten(0, lead) if isinstance(x, torch.Tensor) and x.ndim > lead else x for x in made]
 
     def wanted(self) -> list[int]:
-        if self.program.graph.ops[self.k].mutates:
+        if self.writes:
             return [0]
         known = [n for n, v in enumerate(self.call.results) if v >= 0]
         return [0] if self.axis.counted else known
@@ -214,6 +226,8 @@ class _Trial:
     def sliced(self) -> dict[int, Any]:
         """The results of the slices, put together as `split` does; parts in a list."""
         out, args = dict[int, Any](), self.args
+        if self.axis.normalizes:
+            return self.normalized()
         wide = self.axis.results.get(0) == SUM and added_wide(
             self.call.fn, self.call.kwargs, self.run_dtype(0)
         )
@@ -244,6 +258,14 @@ class _Trial:
         if self.axis.counted or wide:
             out[0] = out[0].to(args[0].dtype)
         return out
+
+    def normalized(self) -> dict[int, Any]:
+        """The same of a batch norm."""
+        rows = list[torch.Tensor]()
+        run = normalized if self.call.fn is aten.native_batch_norm.default else normalized_backward
+        parts = [self.part(i)[0] for i in range(len(self.bounds))]
+        added = run(parts, lambda _: nullcontext(), lambda _, made: rows.append(made))
+        return {0: rows, **dict(enumerate(added, 1))}
 
     def same(self, n: int, whole: torch.Tensor, sliced: Any) -> bool:
         if (
@@ -312,7 +334,7 @@ class _Trial:
 
         kwargs = map_tree(wide, dict(named))
         given = map_tree(wide, list(args))
-        if self.program.graph.ops[self.k].mutates:
+        if self.writes:
             self.call.fn(*given, **kwargs)
             return [given[0]]
         return flat(self.call.fn(*given, **kwargs))
