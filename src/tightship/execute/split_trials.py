@@ -50,8 +50,6 @@ _PRIME = 65_521
 """Random numbers that are drawn for a tensor and repeated."""
 _FEW = 2
 """Slices that are looked at where bits need not be the same, of ops whose results lie side by side."""
-_SPREAD = 6
-"""The argument of a batch norm's backward pass that is above zero: one over the standard deviation."""
 _KNOWN: dict[Any, str] = {}
 
 
@@ -162,9 +160,7 @@ class _Trial:
 
         def drawn(p: Place, x: Any) -> Any:
             most = most_index(call.fn, shapes, p) if isinstance(p, int) else 0
-            made = _drawn(x, most, device) if isinstance(x, Value) else x
-            spread = isinstance(made, torch.Tensor) and axis.normalizes and p == _SPREAD
-            return made.abs().add_(0.5) if spread else made
+            return _drawn(x, most, device) if isinstance(x, Value) else x
 
         self.args, self.kwargs = mapped(self.args, self.kwargs, drawn)
         self.units = units

@@ -49,6 +49,8 @@ def normalized(parts: Sequence[Sequence[Any]], at: At, keep: Keep) -> tuple[torc
                 aten.mul_.Tensor(running, 1 - momentum)
                 aten.add_.Tensor(running, new, alpha=momentum * factor)
         spread = aten.rsqrt.default(aten.add.Scalar(variance, eps))
+        kept = parts[0][0].dtype if weight is None else weight.dtype
+        mean, variance, spread = (_as(t, kept) for t in (mean, variance, spread))
     for i, args in enumerate(parts):
         with at(i):
             made = aten.native_batch_norm.default(args[0], weight, bias, mean, variance, False, 0.0, eps)[0]
@@ -60,38 +62,33 @@ def normalized_backward(
     parts: Sequence[Sequence[Any]], at: At, keep: Keep
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``native_batch_norm_backward`` of slices, likewise: the gradients of scale and shift."""
-    _, x, weight, _, _, mean, spread, _, eps, _ = parts[0]
-    ones = [1.0] * len(parts)
+    _, x, weight, _, _, mean, spread, _, _, _ = parts[0]
+    others = [d for d in range(x.ndim) if d != 1]
+    count = sum(len(args[0]) for args in parts) * x[0, 0].numel()
     scales, shifts = list[torch.Tensor](), list[torch.Tensor]()
-    with at(-1):  # such that the op, not in training, takes the saved spread for the variance's
-        variance = aten.sub.Scalar(aten.pow.Tensor_Scalar(spread, -2), eps)
+
+    def along(t: torch.Tensor) -> torch.Tensor:
+        """A number for each channel, to be broadcast."""
+        made: torch.Tensor = aten.view.default(t, [1, -1, *[1] * (x.ndim - 2)])
+        return made
+
+    with at(-1):
+        exact, center = _wide(spread), along(_wide(mean))
     for i, args in enumerate(parts):
         with at(i):
-            _, scale, shift = aten.native_batch_norm_backward.default(
-                _wide(args[0]),
-                _wide(args[1]),
-                None,
-                mean,
-                variance,
-                None,
-                None,
-                False,
-                eps,
-                [False, True, True],
-            )
-        scales.append(scale)
-        shifts.append(shift)
+            off = aten.sub.Tensor(args[1], center)
+            aten.mul_.Tensor(off, args[0])
+            scales.append(aten.sum.dim_IntList(off, others))
+            shifts.append(aten.sum.dim_IntList(args[0], others, dtype=exact.dtype))
     with at(-1):
-        scale, shift = _added(scales, ones), _added(shifts, ones)
-        count = sum(len(args[0]) for args in parts) * x[0, 0].numel()
-        sizes = [1, -1, *[1] * (x.ndim - 2)]
-
-        def along(t: torch.Tensor) -> torch.Tensor:
-            return aten.view.default(t, sizes)
-
-        center, lost = along(mean), along(aten.div.Scalar(shift, count))
-        slope = along(aten.mul.Scalar(aten.mul.Tensor(scale, spread), -1 / count))
-        factor = along(spread if weight is None else aten.mul.Tensor(spread, weight))
+        ones = [1.0] * len(parts)
+        scale, shift = aten.mul.Tensor(_added(scales, ones), exact), _added(shifts, ones)
+        slope = aten.mul.Scalar(aten.mul.Tensor(scale, exact), -1 / count)
+        factor = exact if weight is None else aten.mul.Tensor(exact, weight)
+        lost = aten.div.Scalar(shift, count)
+        scale, shift = _as(scale, mean.dtype), _as(shift, mean.dtype)
+        slope, factor, lost = (along(_as(t, mean.dtype)) for t in (slope, factor, lost))
+        center = along(mean)
     for i, args in enumerate(parts):
         with at(i):
             made = aten.sub.Tensor(args[1], center)
@@ -99,18 +96,21 @@ def normalized_backward(
             aten.add_.Tensor(made, args[0])
             aten.sub_.Tensor(made, lost)
             aten.mul_.Tensor(made, factor)
-            if made.dtype != args[0].dtype:
-                made = aten._to_copy.default(made, dtype=args[0].dtype)
+            made = _as(made, args[0].dtype)
         keep(i, made)
     return scale, shift
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of 16 bits as float32, as the op itself has them."""
-    if x.dtype in (torch.bfloat16, torch.float16):
-        wide: torch.Tensor = aten._to_copy.default(x, dtype=torch.float32)
-        return wide
-    return x
+    """Numbers as the op itself adds them up: in float64 on the CPU."""
+    return _as(x, torch.float64 if x.device.type == "cpu" else torch.float32)
+
+
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.dtype == dtype:
+        return x
+    made: torch.Tensor = aten._to_copy.default(x, dtype=dtype)
+    return made
 
 
 def _added(rows: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
