@@ -38,8 +38,8 @@ def normalized(parts: Sequence[Sequence[Any]], at: At, keep: Keep) -> tuple[torc
     with at(-1):
         mean = _added(means, shares)
         variance = _added(variances, shares)
-        for one, share in zip(means, shares, strict=True):
-            off = aten.sub.Tensor(one, mean)
+        for part, share in zip(means, shares, strict=True):
+            off = aten.sub.Tensor(part, mean)
             aten.addcmul_.default(variance, off, off, value=share)
         count = sum(images) * parts[0][0][0, 0].numel()
         for running, new, factor in (
@@ -50,10 +50,15 @@ def normalized(parts: Sequence[Sequence[Any]], at: At, keep: Keep) -> tuple[torc
                 aten.add_.Tensor(running, new, alpha=momentum * factor)
         spread = aten.rsqrt.default(aten.add.Scalar(variance, eps))
         kept = parts[0][0].dtype if weight is None else weight.dtype
-        mean, variance, spread = (_as(t, kept) for t in (mean, variance, spread))
+        mean, spread = _as(mean, kept), _as(spread, kept)
+        # scaled by the spread as saved and not by one made of the variance anew, which rounds otherwise
+        factor, one = (
+            spread if weight is None else aten.mul.Tensor(spread, weight),
+            aten.ones_like.default(mean),
+        )
     for i, args in enumerate(parts):
         with at(i):
-            made = aten.native_batch_norm.default(args[0], weight, bias, mean, variance, False, 0.0, eps)[0]
+            made = aten.native_batch_norm.default(args[0], factor, bias, mean, one, False, 0.0, 0.0)[0]
         keep(i, made)
     return mean, spread
 
