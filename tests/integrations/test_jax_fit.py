@@ -191,6 +191,44 @@ def test_a_jitted_function_keeps_its_donation_and_static_arguments_are_refused()
         tightship.jax.fit(jax.jit(lambda x, n: x * n, static_argnums=1), "60%")(X, 3)
 
 
+@jax.tree_util.register_pytree_node_class
+class OnlyArrays:
+    """A node that takes nothing but arrays, as loss scales of jmp."""
+
+    def __init__(self, scale):
+        if not hasattr(jnp.asarray(scale), "dtype"):
+            raise TypeError(scale)
+        self.scale = scale
+
+    def tree_flatten(self):
+        return (self.scale,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, rows):
+        return cls(*rows)
+
+
+@pytest.mark.parametrize(("jitted", "budget"), [(True, "static+60%"), (False, "100%")])
+def test_nodes_of_a_tree_may_take_arrays_only(jitted, budget) -> None:
+    def step(params, scale, x, times=1):
+        return step_of(in_a_scan)(params, times * x * scale.scale), OnlyArrays(2 * scale.scale)
+
+    scale, told = OnlyArrays(jnp.ones(())), {"donate_argnums": 0}
+    expected = jax.jit(step)(weights(), scale, X)
+    if jitted:
+        fitted = tightship.jax.fit(jax.jit(step, **told), budget)
+    else:
+        fitted = tightship.jax.fit(step, budget, **told, static_argnames="times")
+    given = weights()
+    got = fitted(given, scale, X)
+    (fit,) = fitted.fits
+    assert same(got, expected) and isinstance(got[1], OnlyArrays)
+    assert fit.memory.total <= fit.budget and fit.memory.aliased > 0
+    assert all(x.is_deleted() for x in given.values())
+    if not jitted:
+        assert same(fitted(weights(), scale, X, times=3), jax.jit(step)(weights(), scale, X, 3))
+
+
 @pytest.mark.parametrize("call", [jax.jit, lambda f: jax.grad(lambda p, x: f(p, x)[1]), jax.make_jaxpr])
 def test_inside_of_a_transformation_it_says_so(call) -> None:
     fitted = tightship.jax.fit(step_of(in_a_row), "60%")
