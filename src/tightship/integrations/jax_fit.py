@@ -36,7 +36,7 @@ from tightship.files import DEFAULT, folder_of, from_json, to_json, write_file
 from tightship.frontends.jaxpr import flops_of
 from tightship.integrations.jax_levels import Level
 from tightship.integrations.jax_regions import program_of
-from tightship.integrations.jax_search import Memory, Search, compile_for, memory_of, operations_of
+from tightship.integrations.jax_search import Memory, Search, compile_for, memory_of, operations_of, placed_as
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
@@ -333,7 +333,9 @@ class _Planning:
         self.donated = tuple(k for k, x in enumerate(info) if x.donated)
         self.flops = sum(map(flops_of, traced.jaxpr.eqns))
         self.as_it_is = False
-        self.path = None if folder is None else folder / f"jax-{self._digest()}.json"
+        # Where arguments lie on several devices is not in the trace.
+        alone = len(jax.devices()) == 1
+        self.path = None if folder is None or not alone else folder / f"jax-{self._digest()}.json"
 
     def _digest(self) -> str:
         """Of everything that a plan depends on; addresses of functions in the jaxpr's text are none of it."""
@@ -354,7 +356,8 @@ class _Planning:
         drops = "differentiated=True" in str(self.traced.jaxpr)  # checkpoints that make something again
         if before.total <= limit and not drops:
             return self._given(lowered, limit, operations)
-        search = Search(self.program, self.leaves, self.donated, limit, before, until, operations)
+        placed = placed_as(first, self.leaves)
+        search = Search(self.program, self.leaves, self.donated, limit, before, until, operations, placed)
         try:
             best, compiled = search.run()
         except Infeasible:
