@@ -219,6 +219,7 @@ void Search::run(const State& s, i32 o) {
 
 // Which results take the places of inputs.
 void Search::choose_reuses(i64 pair, State& s) {
+    if (cut_) return;
     if (2 * pair == p_.overwrites.size(op_)) return choose_stays(0, s);
     choose_reuses(pair + 1, s);
     const i32 a = p_.overwrites.begin(op_)[2 * pair], b = p_.overwrites.begin(op_)[2 * pair + 1];
@@ -238,6 +239,7 @@ void Search::choose_reuses(i64 pair, State& s) {
 
 // Which results are there after a recomputation.
 void Search::choose_stays(i64 at, State& s) {
+    if (cut_) return;  // an op may have many results
     if (at == p_.defines.size(op_)) return choose_out(0, s);
     const i32 d = p_.defines.begin(op_)[at];
     const std::uint8_t version = s.version[d];
@@ -256,6 +258,7 @@ void Search::choose_stays(i64 at, State& s) {
 
 // Which of them are the caller's from here on: those that nothing writes any more are.
 void Search::choose_out(std::size_t at, State& s) {
+    if (cut_) return;
     if (at == run_.stays.size()) return make_room(s);
     const i32 d = run_.stays[at];
     if (!handed(d)) return choose_out(at + 1, s);
@@ -316,11 +319,12 @@ void Search::drop(State& s, const std::vector<i32>& loose, std::size_t at, i64 n
 void Search::lay(State& s, const std::vector<Block>& blocks, std::size_t at,
                  std::vector<std::pair<i64, i64>>& ends) {
     if (cut_) return;
-    if (at == blocks.size()) return reach(s);
+    if (at == blocks.size() && at > 0) return reach(s);
     if (spent()) {
         cut_ = true;
         return;
     }
+    if (blocks.empty()) return reach(s);
     const Block& b = blocks[at];
     const auto taken = [&](i64 x, i64 other, i64 size) { return x < other + size && other < x + b.size; };
     for (const i64 x : offsets_) {

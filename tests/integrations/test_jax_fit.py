@@ -1,5 +1,9 @@
 """JAX steps within a budget: what XLA says of the compiled program is within it, and the values are the step's."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -189,6 +193,44 @@ def test_a_jitted_function_keeps_its_donation_and_static_arguments_are_refused()
     assert given["up"].is_deleted()
     with pytest.raises(BadInput, match="static"):
         tightship.jax.fit(jax.jit(lambda x, n: x * n, static_argnums=1), "60%")(X, 3)
+
+
+@jax.tree_util.register_pytree_node_class
+class OnlyArrays:
+    """A node that takes nothing but arrays, as loss scales of jmp."""
+
+    def __init__(self, scale):
+        if not hasattr(jnp.asarray(scale), "dtype"):
+            raise TypeError(scale)
+        self.scale = scale
+
+    def tree_flatten(self):
+        return (self.scale,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, rows):
+        return cls(*rows)
+
+
+@pytest.mark.parametrize(("jitted", "budget"), [(True, "static+60%"), (False, "100%")])
+def test_nodes_of_a_tree_may_take_arrays_only(jitted, budget) -> None:
+    def step(params, scale, x, times=1):
+        return step_of(in_a_scan)(params, times * x * scale.scale), OnlyArrays(2 * scale.scale)
+
+    scale, told = OnlyArrays(jnp.ones(())), {"donate_argnums": 0}
+    expected = jax.jit(step)(weights(), scale, X)
+    if jitted:
+        fitted = tightship.jax.fit(jax.jit(step, **told), budget)
+    else:
+        fitted = tightship.jax.fit(step, budget, **told, static_argnames="times")
+    given = weights()
+    got = fitted(given, scale, X)
+    (fit,) = fitted.fits
+    assert same(got, expected) and isinstance(got[1], OnlyArrays)
+    assert fit.memory.total <= fit.budget and fit.memory.aliased > 0
+    assert all(x.is_deleted() for x in given.values())
+    if not jitted:
+        assert same(fitted(weights(), scale, X, times=3), jax.jit(step)(weights(), scale, X, 3))
 
 
 @pytest.mark.parametrize("call", [jax.jit, lambda f: jax.grad(lambda p, x: f(p, x)[1]), jax.make_jaxpr])
@@ -496,3 +538,30 @@ class TestLevels:
         expected = jax.tree.leaves(step_of(in_a_row)(*args))
         assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(program.call(flat), expected, strict=True))
         assert sum(e.flops for e in program.equations) == sum(op.flops for op in Ops(program).graph.ops) > 0
+
+
+def test_arguments_and_results_lie_on_devices_where_jit_has_them() -> None:
+    """In a process of its own: devices are counted at the start."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, tightship
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(np.array(jax.devices()), ("data",))
+whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+w, x = 0.1 * jnp.ones((6, 32, 32)), jnp.linspace(0, 1, 512 * 32).reshape(512, 32)
+def step(w, x):
+    run = lambda w: (jax.lax.scan(lambda x, w: (x + jax.nn.gelu(x @ w), None), x, w)[0] ** 2).mean()
+    loss, grads = jax.value_and_grad(run)(w)
+    return w - 0.1 * grads, loss, 2 * x
+told = {"in_shardings": (whole, rows), "out_shardings": (whole, whole, rows)}
+expected = jax.jit(step, **told)(w, x)
+fitted = tightship.jax.fit(step, "static+60%", cache=None, **told)
+got = fitted(w, x)
+assert fitted.fits[0].repeated and fitted.fits[0].memory.static == fitted.fits[0].before.static
+for a, b in zip(got, expected):
+    assert a.sharding.is_equivalent_to(b.sharding, a.ndim) and np.allclose(a, b, rtol=1e-5, atol=1e-6)
+"""
+    more = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **more}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ from tightship.files import DEFAULT, folder_of, from_json, to_json, write_file
 from tightship.frontends.jaxpr import flops_of
 from tightship.integrations.jax_levels import Level
 from tightship.integrations.jax_regions import program_of
-from tightship.integrations.jax_search import Memory, Search, compile_for, memory_of, operations_of
+from tightship.integrations.jax_search import Memory, Search, compile_for, memory_of, operations_of, placed_as
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
@@ -258,9 +258,17 @@ class FittedStep:
         self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any, leaves: list[Any]
     ) -> _Planned:
         began = time.process_time()
-        traced = self._jitted(step, args, kwargs).trace(*args, **kwargs)
+        jitted = self._jitted(step, args, kwargs)
+        traced, results = jitted.trace(*args, **kwargs), None
+        try:
+            same = jax.tree.structure(traced.args_info) == tree
+        except (
+            Exception
+        ):  # a node of the caller's that takes arrays only, where JAX puts what it knows of them
+            traced, results = self._by_leaves(jitted, args, kwargs, tree, leaves)
+            same = True
         beside = dict(step.beside) if isinstance(step, _Around) else {}
-        if jax.tree.structure(traced.args_info) != tree:
+        if not same:
             raise BadInput(
                 "the step is a jitted function with static arguments: give the function itself, and "
                 "static_argnums= to fit",
@@ -269,12 +277,37 @@ class FittedStep:
         planning = _Planning(traced, leaves, self._budget, self._folder, began + self._seconds)
         compiled, fit = planning.kept() or planning.searched()
         fit = replace(fit, seconds=time.process_time() - began)
-        if planning.as_it_is:
+        if planning.as_it_is and results is None:
             return _Planned(lambda dynamic, leaves: _joined(compiled(*dynamic[0], **dynamic[1]), beside), fit)
-        results = jax.tree.structure(traced.out_info)
+        made = traced.out_tree if results is None else results
         return _Planned(
-            lambda dynamic, leaves: _joined(jax.tree.unflatten(results, compiled(*leaves)), beside), fit
+            lambda dynamic, leaves: _joined(jax.tree.unflatten(made, compiled(*leaves)), beside), fit
         )
+
+    def _by_leaves(
+        self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any, leaves: list[Any]
+    ) -> tuple[Any, Any]:
+        """The trace of a jitted step as a function of its leaves, with its donations, and the tree of its results."""
+        results: list[Any] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            row, named = jax.tree.unflatten(tree, leaves)
+            given = iter(row)
+            whole = [x if self._static.has(k) else next(given) for k, x in enumerate(args)]
+            out, made = jax.tree.flatten(jitted(*whole, **{**kwargs, **named}))
+            results[:] = [made]
+            return out
+
+        jaxpr = jax.make_jaxpr(flat)(*leaves).jaxpr
+        inputs = {x: k for k, x in enumerate(jaxpr.invars)}
+        donated = {
+            inputs[x]
+            for e in jaxpr.eqns
+            for x, gives in zip(e.invars, e.params.get("donated_invars", ()), strict=False)
+            if gives and not hasattr(x, "val") and x in inputs
+        }
+        traced = jax.jit(flat, donate_argnums=tuple(sorted(donated)), keep_unused=True).trace(*leaves)
+        return traced, results[0]
 
 
 class _Kept(msgspec.Struct):
@@ -300,7 +333,9 @@ class _Planning:
         self.donated = tuple(k for k, x in enumerate(info) if x.donated)
         self.flops = sum(map(flops_of, traced.jaxpr.eqns))
         self.as_it_is = False
-        self.path = None if folder is None else folder / f"jax-{self._digest()}.json"
+        # Where arguments lie on several devices is not in the trace.
+        alone = len(jax.devices()) == 1
+        self.path = None if folder is None or not alone else folder / f"jax-{self._digest()}.json"
 
     def _digest(self) -> str:
         """Of everything that a plan depends on; addresses of functions in the jaxpr's text are none of it."""
@@ -321,7 +356,8 @@ class _Planning:
         drops = "differentiated=True" in str(self.traced.jaxpr)  # checkpoints that make something again
         if before.total <= limit and not drops:
             return self._given(lowered, limit, operations)
-        search = Search(self.program, self.leaves, self.donated, limit, before, until, operations)
+        placed = placed_as(first, self.leaves)
+        search = Search(self.program, self.leaves, self.donated, limit, before, until, operations, placed)
         try:
             best, compiled = search.run()
         except Infeasible:

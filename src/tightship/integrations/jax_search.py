@@ -18,7 +18,7 @@ from tightship.errors import Infeasible, Unsupported
 from tightship.frontends.jax_program import Program, on_values
 from tightship.integrations.jax_levels import POLICIES, Level, Planner, unplanned_bytes
 
-__all__ = ["Candidate", "Memory", "Search", "compile_for", "memory_of", "operations_of"]
+__all__ = ["Candidate", "Memory", "Search", "compile_for", "memory_of", "operations_of", "placed_as"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,16 @@ def operations_of(compiled: Any) -> float:
     found = compiled.cost_analysis()
     rows = found if isinstance(found, (list, tuple)) else (found,)
     return float(next((x["flops"] for x in rows if x and "flops" in x), 0.0))
+
+
+def placed_as(compiled: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+    """Options of `jax.jit` for what takes and gives flat lists and places them as a compiled program does; none on
+    one device."""
+    given, made = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
+    if all(len(s.device_set) == 1 for s in (*given, *made)):
+        return {}
+    takes = {"in_shardings": tuple(given)} if len(given) == len(leaves) else {}
+    return {"out_shardings": made, **takes}
 
 
 _CPU_ORDER = "xla_cpu_scheduler_type"
@@ -118,7 +128,8 @@ _WRONG = 3
 
 @dataclass
 class Search:
-    """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it."""
+    """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it.
+    ``placed``: where arguments and results lie, for `jax.jit` (`placed_as`)."""
 
     program: Program
     leaves: list[Any]
@@ -127,6 +138,7 @@ class Search:
     before: Memory
     until: float
     operations: float = 0.0
+    placed: dict[str, Any] = field(default_factory=dict)
     tried: list[int] = field(default_factory=list)
     found: list[Candidate] = field(default_factory=list)
 
@@ -263,7 +275,8 @@ class Search:
 
     def lower(self, level: Level) -> Any:
         run = on_values(level.ops, level.steps, self.planner.hold)
-        return jax.jit(run, donate_argnums=self.donated, keep_unused=True).lower(*self.leaves)
+        jitted = jax.jit(run, donate_argnums=self.donated, keep_unused=True, **self.placed)
+        return jitted.lower(*self.leaves)
 
     def again(self, beyond: float, log: Sequence[Any]) -> Level:
         """The level that ``log`` says. Raises what reading a log that is none of this program's comes to."""

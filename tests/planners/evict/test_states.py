@@ -7,7 +7,8 @@ import pytest
 from support.optimum import optimum
 from support.strategies import random_graph
 from tightship.errors import BadInput
-from tightship.graph import Graph
+from tightship.frontends.builder import GraphBuilder
+from tightship.graph import Graph, Op
 from tightship.planners import run
 from tightship.planners.evict import states
 from tightship.planners.evict.problem import EvictionProblem
@@ -78,3 +79,19 @@ def test_graphs_of_more_ops_than_bits_are_kept_as_they_are() -> None:
     assert not states.plan(problem, 0).met
     with pytest.raises((ValueError, BadInput), match="64"):
         states.shortest(problem, 0, states.Options())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_op_with_many_results_costs_no_more_work_than_there_may_be(mode: str) -> None:
+    """Which of 40 results stay after a recomputation is a choice of 2^40 for one op."""
+    b = GraphBuilder()
+    many = [b.tensor(f"m{k}", 512) for k in range(40)]
+    more, last = b.tensor("more", 512), b.tensor("last", 512)
+    b.op(Op("split", "split", (), tuple(many), time=1.0))
+    b.op(Op("one", "one", tuple(many[:1]), (more,), time=1.0))
+    b.op(Op("all", "all", (*many, more), (last,), time=1.0))
+    place, out = MODES[mode]
+    found = states.shortest(
+        problem_of(b.graph([last], "many")), 40 * 512, states.Options(work=10_000, place=place, hand_out=out)
+    )
+    assert found.steps is None and found.work <= 10_000
