@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -86,6 +86,12 @@ class ChainBound:
             rows.append(max(late, key=lambda k: (count[k], k)))
             late = [k for k in late if before[rows[-1]][k]]
         return rows[::-1]
+
+    def through(self, op: int, among: Collection[int]) -> list[int]:
+        """The ops of the chain that are ``among`` those and precede ``op`` or come after it, and ``op``."""
+        before, after = self.before(op), self.after(op)
+        first = [k for k in self.chain if k in among and before[k]]
+        return [*first, op, *(k for k in self.chain if k in among and after[k])]
 
     def before(self, op: int) -> Mask:
         return self._along(op, self.relaxed._backward)
@@ -216,13 +222,18 @@ def chain_bound(
     if not 0 < best < math.inf or len(graph.ops) > _LARGE:
         return total + best
     relaxed = relaxation(graph, least, redraw=redraw, in_place=in_place)
-    best = max(best, _Path(relaxed, [max(found, key=found.__getitem__)], budget, deadline).longest())
+    top = max(found, key=found.__getitem__)
+    best = max(best, _Path(relaxed, [top], budget, deadline).longest())
     line = unplanned(graph)
     over = {step.op for step, n in zip(line.steps, line.levels, strict=True) if n > budget}
-    rows, own = [k for k in ChainBound(None, relaxed).chain if k in over], relaxed.own.tolist()
-    ends = [len(rows) * i // count for i in range(count + 1)]
-    ops = [max(rows[a:b], key=own.__getitem__) for a, b in pairwise(ends) if b > a]
-    return total + max(best, _Path(relaxed, ops, budget, deadline).longest())
+    chains, own = ChainBound(None, relaxed), relaxed.own.tolist()
+    rows_of = [k for k in chains.chain if k in over], chains.through(top, over)
+    for rows in dict.fromkeys(map(tuple, rows_of)):
+        ends = [len(rows) * i // count for i in range(count + 1)]
+        parts = [rows[a:b] for a, b in pairwise(ends) if b > a]
+        ops = [top if top in part else max(part, key=own.__getitem__) for part in parts]
+        best = max(best, _Path(relaxed, ops, budget, deadline).longest())
+    return total + best
 
 
 class _Path:
