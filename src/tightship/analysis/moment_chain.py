@@ -24,7 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from tightship.analysis.bounds import Moment, Priced, Relaxation, relaxation, single_moments
@@ -61,17 +61,27 @@ class ChainBound:
         for s, op in relaxed._writes.tolist():
             self.writes[s].append(op)
 
-    def extra(self, budget: int, effort: float, deadline: Deadline = NEVER) -> float:
+    def extra(self, budget: int, effort: float, deadline: Deadline = NEVER, top: int = -1) -> float:
         """Seconds of recomputation that every plan within ``budget`` bytes takes, by what the solver proves in
-        ``effort`` deterministic seconds for each chain; 0 where it proves nothing."""
+        ``effort`` deterministic seconds for each chain; 0 where it proves nothing. ``top``: the op whose moment shows
+        the most by itself, which is looked at alone, and with the fullest moment before it."""
         best, rows, own = 0.0, self.chain, self.relaxed.own.tolist()
-        for count in _COUNTS:
-            if deadline.over or math.isinf(best) or count > len(rows):
-                break
+        chains = [[top], [self._fullest(top), top]] if top >= 0 else []
+        for count in takewhile(lambda n: n <= len(rows), _COUNTS):
             ends = [len(rows) * i // count for i in range(count + 1)]
-            ops = [max(rows[a:b], key=own.__getitem__) for a, b in pairwise(ends)]
-            best = max(best, _Stretches(self, ops, budget).solve(effort, deadline))
+            chains.append([max(rows[a:b], key=own.__getitem__) for a, b in pairwise(ends)])
+        for ops in chains:
+            if deadline.over or math.isinf(best):
+                break
+            if ops[0] >= 0:
+                best = max(best, _Stretches(self, ops, budget).solve(effort, deadline))
         return best
+
+    def _fullest(self, op: int) -> int:
+        """The op before ``op`` that most bytes are there beside where nothing is recomputed; -1: there is none."""
+        line, before = unplanned(self.graph), self.before(op)
+        rows = [(n, s.op) for s, n in zip(line.steps, line.levels, strict=True) if s.op >= 0 and before[s.op]]
+        return max(rows, default=(0, -1))[1]
 
     @cached_property
     def chain(self) -> list[int]:
