@@ -22,10 +22,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tightship.analysis.bounds import Moment, Priced, Relaxation, relaxation, single_moments
 from tightship.analysis.order import Mask, reached
@@ -34,6 +37,8 @@ from tightship.options import NEVER, Deadline
 from tightship.simulate import unplanned
 
 __all__ = ["ChainBound", "chain_bound"]
+
+Ints = NDArray[np.int64]
 
 _TICKS = 1_000_000_000_000
 """Integer time that all ops together come to; what an op takes is rounded down."""
@@ -44,8 +49,10 @@ _SAFE = 1 - 1e-10
 _STRETCHES, _OPS, _LARGE = 16, 80_000, 2_000
 """Moments of a path, at most, and ops in all networks between two of them together; graphs of more ops than the last
 have one moment, as their cuts take too long."""
-_EDGES, _BRANCHES = 1_000_000, 100
+_EDGES, _BRANCHES = 2_000_000, 300
 """Edges in all cuts of the stretches of a path that are looked into, and branches of one of them."""
+_SIZES = 12
+"""Sizes of storages from the largest down to which a room is rounded."""
 _LITTLE = 1e-4
 """Part of the time that is not worth looking for."""
 
@@ -291,8 +298,14 @@ class _Path:
         """Seconds of a stretch where every storage is in memory as a whole or not at all, as far as the branches
         with the least bounds prove."""
         at, room = self.at[ij]
-        p, within, count = self.first[ij], self.first[ij].within, 0
-        heap = [(p.seconds, count, p.edge, at.bytes, room)]
+        p, nbytes = self.first[ij], at.bytes
+        for coarse, left in _rounded(at.bytes, room):
+            found = self.relaxed.priced(at, coarse, left, self.deadline)
+            self.work -= found.cuts * len(coarse)
+            if found.seconds > p.seconds:
+                p, nbytes, room = found, coarse, left
+        within, count = p.within, 0
+        heap = [(p.seconds, count, p.edge, nbytes, room)]
         while heap[0][2] >= 0 and heap[0][0] < within * (1 - 1e-9) and self.work > 0:
             if count >= _BRANCHES or self.deadline.over:
                 break
@@ -305,3 +318,13 @@ class _Path:
                 self.work -= p.cuts * len(branch)
                 heapq.heappush(heap, (max(least, p.seconds), count, p.edge, branch, left))
         return min(heap[0][0], within * (1 - 1e-9))
+
+
+def _rounded(nbytes: Ints, room: int) -> Iterator[tuple[Ints, int]]:
+    """Bytes of the largest storages alone, and the room that these can fill: whole ones come to multiples of what
+    divides all of them (Gomory 1958)."""
+    sizes = np.unique(nbytes[nbytes > 0])[::-1]
+    for n, least in enumerate(sizes[:_SIZES].tolist(), 1):
+        unit = int(np.gcd.reduce(sizes[:n]))
+        if room % unit:
+            yield np.where((nbytes > 0) & (nbytes < least), 0, nbytes), room - room % unit
