@@ -295,15 +295,19 @@ class _Path:
         return max(best, key=lambda way: way[0])
 
     def _whole(self, ij: tuple[int, int]) -> float:
-        """Seconds of a stretch where every storage is in memory as a whole or not at all, as far as the branches
-        with the least bounds prove."""
-        at, room = self.at[ij]
-        p, nbytes = self.first[ij], at.bytes
-        for coarse, left in _rounded(at.bytes, room):
-            found = self.relaxed.priced(at, coarse, left, self.deadline)
-            self.work -= found.cuts * len(coarse)
-            if found.seconds > p.seconds:
-                p, nbytes, room = found, coarse, left
+        """Seconds of a stretch where every storage is in memory as a whole or not at all: as it is, or by what the
+        largest storages alone fill."""
+        (at, room), most = self.at[ij], (self.first[ij], self.at[ij][0].bytes, self.at[ij][1])
+        best = self._branched(at, *most)
+        for nbytes, left in _rounded(at.bytes, room):
+            found = self.relaxed.priced(at, nbytes, left, self.deadline)
+            self.work -= found.cuts * len(nbytes)
+            if found.seconds > most[0].seconds:
+                most = found, nbytes, left
+        return max(best, self._branched(at, *most)) if most[0] is not self.first[ij] else best
+
+    def _branched(self, at: Moment, p: Priced, nbytes: Ints, room: int) -> float:
+        """As far as the branches with the least bounds prove, from bytes and a room priced as ``p``."""
         within, count = p.within, 0
         heap = [(p.seconds, count, p.edge, nbytes, room)]
         while heap[0][2] >= 0 and heap[0][0] < within * (1 - 1e-9) and self.work > 0:
