@@ -22,10 +22,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tightship.analysis.bounds import Moment, Priced, Relaxation, relaxation, single_moments
 from tightship.analysis.order import Mask, reached
@@ -34,6 +37,8 @@ from tightship.options import NEVER, Deadline
 from tightship.simulate import unplanned
 
 __all__ = ["ChainBound", "chain_bound"]
+
+Ints = NDArray[np.int64]
 
 _TICKS = 1_000_000_000_000
 """Integer time that all ops together come to; what an op takes is rounded down."""
@@ -44,8 +49,10 @@ _SAFE = 1 - 1e-10
 _STRETCHES, _OPS, _LARGE = 16, 80_000, 2_000
 """Moments of a path, at most, and ops in all networks between two of them together; graphs of more ops than the last
 have one moment, as their cuts take too long."""
-_EDGES, _BRANCHES = 1_000_000, 100
+_EDGES, _BRANCHES = 2_000_000, 300
 """Edges in all cuts of the stretches of a path that are looked into, and branches of one of them."""
+_SIZES = 12
+"""Sizes of storages from the largest down to which a room is rounded."""
 _LITTLE = 1e-4
 """Part of the time that is not worth looking for."""
 
@@ -61,17 +68,27 @@ class ChainBound:
         for s, op in relaxed._writes.tolist():
             self.writes[s].append(op)
 
-    def extra(self, budget: int, effort: float, deadline: Deadline = NEVER) -> float:
+    def extra(self, budget: int, effort: float, deadline: Deadline = NEVER, top: int = -1) -> float:
         """Seconds of recomputation that every plan within ``budget`` bytes takes, by what the solver proves in
-        ``effort`` deterministic seconds for each chain; 0 where it proves nothing."""
+        ``effort`` deterministic seconds for each chain; 0 where it proves nothing. ``top``: the op whose moment shows
+        the most by itself, which is looked at alone, and with the fullest moment before it."""
         best, rows, own = 0.0, self.chain, self.relaxed.own.tolist()
-        for count in _COUNTS:
-            if deadline.over or math.isinf(best) or count > len(rows):
-                break
+        chains = [[top], [self._fullest(top), top]] if top >= 0 else []
+        for count in takewhile(lambda n: n <= len(rows), _COUNTS):
             ends = [len(rows) * i // count for i in range(count + 1)]
-            ops = [max(rows[a:b], key=own.__getitem__) for a, b in pairwise(ends)]
-            best = max(best, _Stretches(self, ops, budget).solve(effort, deadline))
+            chains.append([max(rows[a:b], key=own.__getitem__) for a, b in pairwise(ends)])
+        for ops in chains:
+            if deadline.over or math.isinf(best):
+                break
+            if ops[0] >= 0:
+                best = max(best, _Stretches(self, ops, budget).solve(effort, deadline))
         return best
+
+    def _fullest(self, op: int) -> int:
+        """The op before ``op`` that most bytes are there beside where nothing is recomputed; -1: there is none."""
+        line, before = unplanned(self.graph), self.before(op)
+        rows = [(n, s.op) for s, n in zip(line.steps, line.levels, strict=True) if s.op >= 0 and before[s.op]]
+        return max(rows, default=(0, -1))[1]
 
     @cached_property
     def chain(self) -> list[int]:
@@ -86,6 +103,12 @@ class ChainBound:
             rows.append(max(late, key=lambda k: (count[k], k)))
             late = [k for k in late if before[rows[-1]][k]]
         return rows[::-1]
+
+    def through(self, op: int, among: Collection[int]) -> list[int]:
+        """The ops of the chain that are ``among`` those and precede ``op`` or come after it, and ``op``."""
+        before, after = self.before(op), self.after(op)
+        first = [k for k in self.chain if k in among and before[k]]
+        return [*first, op, *(k for k in self.chain if k in among and after[k])]
 
     def before(self, op: int) -> Mask:
         return self._along(op, self.relaxed._backward)
@@ -216,13 +239,18 @@ def chain_bound(
     if not 0 < best < math.inf or len(graph.ops) > _LARGE:
         return total + best
     relaxed = relaxation(graph, least, redraw=redraw, in_place=in_place)
-    best = max(best, _Path(relaxed, [max(found, key=found.__getitem__)], budget, deadline).longest())
+    top = max(found, key=found.__getitem__)
+    best = max(best, _Path(relaxed, [top], budget, deadline).longest())
     line = unplanned(graph)
     over = {step.op for step, n in zip(line.steps, line.levels, strict=True) if n > budget}
-    rows, own = [k for k in ChainBound(None, relaxed).chain if k in over], relaxed.own.tolist()
-    ends = [len(rows) * i // count for i in range(count + 1)]
-    ops = [max(rows[a:b], key=own.__getitem__) for a, b in pairwise(ends) if b > a]
-    return total + max(best, _Path(relaxed, ops, budget, deadline).longest())
+    chains, own = ChainBound(None, relaxed), relaxed.own.tolist()
+    rows_of = [k for k in chains.chain if k in over], chains.through(top, over)
+    for rows in dict.fromkeys(map(tuple, rows_of)):
+        ends = [len(rows) * i // count for i in range(count + 1)]
+        parts = [rows[a:b] for a, b in pairwise(ends) if b > a]
+        ops = [top if top in part else max(part, key=own.__getitem__) for part in parts]
+        best = max(best, _Path(relaxed, ops, budget, deadline).longest())
+    return total + best
 
 
 class _Path:
@@ -267,11 +295,21 @@ class _Path:
         return max(best, key=lambda way: way[0])
 
     def _whole(self, ij: tuple[int, int]) -> float:
-        """Seconds of a stretch where every storage is in memory as a whole or not at all, as far as the branches
-        with the least bounds prove."""
-        at, room = self.at[ij]
-        p, within, count = self.first[ij], self.first[ij].within, 0
-        heap = [(p.seconds, count, p.edge, at.bytes, room)]
+        """Seconds of a stretch where every storage is in memory as a whole or not at all: as it is, or by what the
+        largest storages alone fill."""
+        (at, room), most = self.at[ij], (self.first[ij], self.at[ij][0].bytes, self.at[ij][1])
+        best = self._branched(at, *most)
+        for nbytes, left in _rounded(at.bytes, room):
+            found = self.relaxed.priced(at, nbytes, left, self.deadline)
+            self.work -= found.cuts * len(nbytes)
+            if found.seconds > most[0].seconds:
+                most = found, nbytes, left
+        return max(best, self._branched(at, *most)) if most[0] is not self.first[ij] else best
+
+    def _branched(self, at: Moment, p: Priced, nbytes: Ints, room: int) -> float:
+        """As far as the branches with the least bounds prove, from bytes and a room priced as ``p``."""
+        within, count = p.within, 0
+        heap = [(p.seconds, count, p.edge, nbytes, room)]
         while heap[0][2] >= 0 and heap[0][0] < within * (1 - 1e-9) and self.work > 0:
             if count >= _BRANCHES or self.deadline.over:
                 break
@@ -284,3 +322,13 @@ class _Path:
                 self.work -= p.cuts * len(branch)
                 heapq.heappush(heap, (max(least, p.seconds), count, p.edge, branch, left))
         return min(heap[0][0], within * (1 - 1e-9))
+
+
+def _rounded(nbytes: Ints, room: int) -> Iterator[tuple[Ints, int]]:
+    """Bytes of the largest storages alone, and the room that these can fill: whole ones come to multiples of what
+    divides all of them (Gomory 1958)."""
+    sizes = np.unique(nbytes[nbytes > 0])[::-1]
+    for n, least in enumerate(sizes[:_SIZES].tolist(), 1):
+        unit = int(np.gcd.reduce(sizes[:n]))
+        if room % unit:
+            yield np.where((nbytes > 0) & (nbytes < least), 0, nbytes), room - room % unit

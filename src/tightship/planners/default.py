@@ -478,6 +478,11 @@ class _Search:
         self._search_in(problem, progress, clock)
         if best is None or self.reached.within(self.budget) is not best:
             self.problem, self.in_parts = problem, False  # parts were not looked at in this way
+        elif self.in_parts:  # nothing was met without parts, and so may nothing be in this way
+            before, self.problem = self.problem, problem
+            self._in_parts(progress, clock)
+            if self.reached.within(self.budget) is best:
+                self.problem = before
 
     def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
         """Where a short search meets nothing, look at parts of ops before a long one."""
@@ -573,10 +578,11 @@ class _Search:
     def _look(
         self, problem: EvictionProblem, progress: Progress | None, clock: _Clock, work: int = _LOOK
     ) -> run.Evicted:
-        """What is found in a short while, without dear seeds."""
+        """What is found in a short while: without dear seeds, but for parts of ops where recomputation takes less
+        memory, which is so near to the least that others do not get there."""
         assert self.budget is not None
-        work = min(work, self.options.work)
-        found = self._evict(problem, self.budget, clock.search, work, progress, dear=False)
+        work, dear = min(work, self.options.work), problem.deep and bool(problem.stands)
+        found = self._evict(problem, self.budget, clock.search, work, progress, dear=dear)
         self.interrupted |= problem.archive.stopped
         problem.archive.stopped = False
         return found

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ import pytest
 from support.chains import chain
 from support.optimum import least_extra
 from support.strategies import random_graph
-from tightship.analysis.bounds import time_bound
-from tightship.analysis.moment_chain import chain_bound
+from tightship.analysis.bounds import Relaxation, time_bound
+from tightship.analysis.moment_chain import ChainBound, chain_bound
 from tightship.errors import Unsupported
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.options import NEVER
@@ -242,6 +243,27 @@ def test_what_is_proved_without_the_solver_holds_for_every_plan_and_is_more_than
             met += least > 0
             more += several > one * (1 + 1e-6)
     assert met >= 15 and more >= met // 3
+
+
+def test_storages_that_are_whole_fill_multiples_of_what_divides_them() -> None:
+    """Room for one and a half of them is room for one: single moments and prices on bytes see halves."""
+    graph = chain(9)
+    once, peak = sum(op.time for op in graph.ops), replay(graph, baseline(graph)).peak
+    for nbytes in range(peak - 64 * 6, peak, 16):
+        whole = graph.static_bytes + (nbytes - graph.static_bytes) // 64 * 64
+        assert chain_bound(graph, nbytes) == pytest.approx(chain_bound(graph, whole))
+    assert any(
+        chain_bound(graph, n) > time_bound(graph, n) + 1e-6 * once for n in range(peak - 384, peak, 16)
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_moments_through_any_op_are_passed_one_after_the_other(seed: int) -> None:
+    graph = trained(seed)
+    chains = ChainBound(None, Relaxation(graph))
+    for op in range(len(graph.ops)):
+        rows = chains.through(op, range(len(graph.ops)))
+        assert op in rows and all(chains.before(b)[a] for a, b in pairwise(rows))
 
 
 def test_with_the_solver_a_plan_is_proved_the_best_that_is_so_without() -> None:

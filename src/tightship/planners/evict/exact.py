@@ -28,7 +28,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from tightship.analysis.bounds import Relaxation, time_bound
+from tightship.analysis.bounds import Relaxation, single_moments, time_bound
 from tightship.analysis.moment_chain import ChainBound
 from tightship.errors import Unsupported
 from tightship.graph import Graph
@@ -72,7 +72,9 @@ def least_extra(graph: Graph, budget: int, deadline: Deadline, *, redraw: bool, 
     """Seconds of recomputation that every plan within ``budget`` takes, as far as the solver proves it from several
     moments at once; infinite where there is no plan. Raises ``Unsupported`` without OR-tools."""
     relaxed = Relaxation(graph, redraw=redraw, in_place=in_place)
-    return ChainBound(_solver(), relaxed).extra(budget, _PROOF, deadline)
+    found = single_moments(graph, budget, redraw=redraw, in_place=in_place, deadline=deadline)
+    top = max(found, key=found.__getitem__, default=-1)
+    return ChainBound(_solver(), relaxed).extra(budget, _PROOF, deadline, top)
 
 
 def plan(
