@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
 
-from tightship.analysis.bounds import lower_bound
+from tightship.analysis.bounds import lower_bound, relaxation
 from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
 from tightship.analysis.order import is_legal
@@ -32,11 +32,12 @@ from tightship.planners import PlannerInfo, floor, planner, run
 from tightship.planners.ahead import begun_ahead, largest_gather, runs_beside
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
-from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
+from tightship.planners.evict.problem import MEANS, Decision, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
+from tightship.planners.turns import Turn, joined, ways
 from tightship.simulate import Timeline, replay, unplanned
 from tightship.units import Budget, resolve_budget
 from tightship.verify import check
@@ -76,6 +77,8 @@ _DEMAND, _DEEP = "demand", 20_000
 _ORDERS = ("sink", "given", "lpmf")
 _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
+_TURNS, _PART = 6, 4
+"""How many ways to make results in two turns are tried at most, and by what the work for each turn is divided."""
 _AGAIN = 4
 """How often the runs of what was found are put into another order."""
 _PARTS = 64
@@ -331,6 +334,8 @@ class _Search:
     interrupted: bool = False
     in_parts: bool = False
     """Whether parts of ops were looked at."""
+    whole: bool = True
+    """Whether it is not a turn of another one."""
     bound: int = field(init=False)
     time_bound: float = field(init=False)
     placement: floor.Placement = field(init=False)
@@ -460,6 +465,59 @@ class _Search:
                 tried.append(order)
                 self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
+        self._in_turns(clock)
+
+    def _in_turns(self, clock: _Clock) -> None:
+        """Where nothing fits, make some results late, in a turn of their own: first those that promise the least peak
+        by what was seen of the ones before."""
+        assert self.budget is not None
+        fits = self.reached.within(self.budget) is not None
+        apart = (
+            self.whole and set(self.problem.means) == {"recompute"} and _REDRAW not in _means(self.options)
+        )
+        if fits or not apart or len(self.graph.ops) > _LARGE:
+            return
+        relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
+        start = self.reached.plans[0].found.timeline
+        tries = 0
+        for peak, pair in ways(self.graph, relaxed, start, self.bound, clock.search):
+            if peak < self.reached.plans[0].found.timeline.peak:
+                tries += 1
+                self._took_turns(pair, clock)
+            fits = self.reached.within(self.budget) is not None
+            if fits or tries == _TURNS or self.interrupted or clock.search.over:
+                return
+
+    def _took_turns(self, pair: tuple[Turn, Turn], clock: _Clock) -> None:
+        """Offer the best plan of two turns, if it takes less than all before."""
+        assert self.budget is not None
+        least = self.reached.plans[0].found.timeline.peak
+        found: list[run.Evicted] = []
+        for turn in reversed(pair):
+            found.insert(0, self._turn(turn.graph, self.budget - turn.beside, clock))
+            if found[0].timeline.peak + turn.beside >= least:
+                return
+        steps = joined(self.graph, pair, [x.steps for x in found])
+        line = replay(self.graph, steps)
+        extra = max(0.0, line.time - self.before.time)
+        decision = Decision(
+            self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=steps
+        )
+        made = run.Evicted(decision, steps, line)
+        self.reached.offer(self.placement.lay(made, clock.deadline.part(_PLACES), self.budget))
+
+    def _turn(self, graph: Graph, budget: int, clock: _Clock) -> run.Evicted:
+        """The fastest plan found within a budget, or that of the least peak."""
+        o = replace(self.options, place=False, work=self.options.work // _PART)
+        before = unplanned(graph)
+        order = order_of(graph, o, before.peak, clock.search.part(_PREPARED))
+        problem = replace(problem_of(graph, order, o), in_place=self.problem.in_place)
+        bound = lower_bound(graph, redraw=False, in_place=problem.in_place, deadline=self.deadline)
+        search = _Search(graph, problem, o, before, max(budget, bound), self.deadline, whole=False)
+        with suppress(Infeasible):
+            search.fit(None, clock)
+        self.interrupted |= search.interrupted
+        return (search.reached.within(max(budget, bound)) or search.reached.plans[0]).found
 
     def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""
