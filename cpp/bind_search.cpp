@@ -197,7 +197,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
              const Array<i32>& order, const Array<i64>& packed, const Array<double>& pack,
              const Array<double>& unpack, const Array<double>& offload, const Array<double>& fetch,
              const Array<double>& lost, const Flags& may, const Flags& must, i32 boundary,
-             const RowsIn& overwrites, const Array<i32>& ending, bool until_written) {
+             const RowsIn& overwrites, const Array<i32>& ending, bool until_written, bool brief) {
     const i64 ops = check::count("order", order), storages = check::count("size", size);
     check::permutation("order", order, ops);
     check::Bytes all;
@@ -242,7 +242,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
     p.owned = column("owned", owned, storages), p.kept = column("kept", kept, storages);
     p.may = decisions("may", may), p.must = decisions("must", must);
     check::number("boundary", boundary, 0, ops, "must be a position of the order");
-    p.boundary = boundary, p.until_written = until_written;
+    p.boundary = boundary, p.until_written = until_written, p.brief = brief;
     p.ending = check::permutation("ending", ending, storages);
     check_ops(p);
     return new Engine(std::move(p));
@@ -388,7 +388,7 @@ void bind_search(nb::module_& m) {
         .def(nb::new_(&make), "reads"_a, "needs"_a, "defines"_a, "mutates"_a, "updates"_a, "extra"_a,
              "time"_a, "pure"_a, "fixed"_a, "size"_a, "owned"_a, "kept"_a, "order"_a, "packed"_a, "pack"_a,
              "unpack"_a, "offload"_a, "fetch"_a, "lost"_a, "may"_a, "must"_a, "boundary"_a, "overwrites"_a,
-             "ending"_a, "until_written"_a = false)
+             "ending"_a, "until_written"_a = false, "brief"_a = false)
         .def_prop_ro("gaps", &gaps_of)
         .def_prop_ro("base_time", [](const Engine& e) { return e.index().base_time; })
         .def_prop_ro("allowed", [](const Engine& e) { return nb::cast(to_numpy(Bits(e.index().allowed))); })

@@ -135,6 +135,7 @@ class Engine:
         overwrites: tuple[I64, I32],
         ending: I32,
         until_written: bool = False,
+        brief: bool = False,
     ) -> None: ...
     @property
     def gaps(self) -> tuple[Any, ...]: ...

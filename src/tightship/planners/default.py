@@ -15,7 +15,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, TypedDict
 
 from tightship.analysis.bounds import lower_bound, relaxation
@@ -77,8 +77,9 @@ _DEMAND, _DEEP = "demand", 20_000
 _ORDERS = ("sink", "given", "lpmf")
 _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
-_TURNS, _PART = 6, 4
-"""How many ways to make results in two turns are tried at most, and by what the work for each turn is divided."""
+_WAYS, _TURNS, _PART = 16, 3, 4
+"""How many ways to make results in two turns get a short search for the second turn, how many of them one for both,
+and by what the work for each turn is divided."""
 _AGAIN = 4
 """How often the runs of what was found are put into another order."""
 _PARTS = 64
@@ -479,22 +480,32 @@ class _Search:
             return
         relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
         start = self.reached.plans[0].found.timeline
-        tries = 0
-        for peak, pair in ways(self.graph, relaxed, start, self.bound, clock.search):
-            if peak < self.reached.plans[0].found.timeline.peak:
-                tries += 1
-                self._took_turns(pair, clock)
-            fits = self.reached.within(self.budget) is not None
-            if fits or tries == _TURNS or self.interrupted or clock.search.over:
+        found = ways(self.graph, relaxed, start, self.bound, clock.search)
+        looked: list[tuple[int, int, tuple[Turn, Turn]]] = []
+        for first, pair in islice(found, _WAYS):
+            late = pair[1]
+            made = self._turn(late, clock, self.options.work // _PART // _SHORT)
+            looked.append((max(first, late.beside + made.timeline.peak), len(looked), pair))
+            if self.interrupted or clock.search.over:
                 return
+        for peak, _, pair in sorted(looked)[:_TURNS]:
+            fits = self.reached.within(self.budget) is not None
+            if (
+                fits
+                or peak >= self.reached.plans[0].found.timeline.peak
+                or self.interrupted
+                or clock.search.over
+            ):
+                return
+            self._take_turns(pair, clock)
 
-    def _took_turns(self, pair: tuple[Turn, Turn], clock: _Clock) -> None:
+    def _take_turns(self, pair: tuple[Turn, Turn], clock: _Clock) -> None:
         """Offer the best plan of two turns, if it takes less than all before."""
         assert self.budget is not None
         least = self.reached.plans[0].found.timeline.peak
         found: list[run.Evicted] = []
         for turn in reversed(pair):
-            found.insert(0, self._turn(turn.graph, self.budget - turn.beside, clock))
+            found.insert(0, self._turn(turn, clock, self.options.work // _PART))
             if found[0].timeline.peak + turn.beside >= least:
                 return
         steps = joined(self.graph, pair, [x.steps for x in found])
@@ -506,18 +517,20 @@ class _Search:
         made = run.Evicted(decision, steps, line)
         self.reached.offer(self.placement.lay(made, clock.deadline.part(_PLACES), self.budget))
 
-    def _turn(self, graph: Graph, budget: int, clock: _Clock) -> run.Evicted:
-        """The fastest plan found within a budget, or that of the least peak."""
-        o = replace(self.options, place=False, work=self.options.work // _PART)
+    def _turn(self, turn: Turn, clock: _Clock, work: int) -> run.Evicted:
+        """The fastest plan found for one turn within the budget, or that of the least peak."""
+        assert self.budget is not None
+        graph, o = turn.graph, replace(self.options, place=False, work=work)
         before = unplanned(graph)
         order = order_of(graph, o, before.peak, clock.search.part(_PREPARED))
         problem = replace(problem_of(graph, order, o), in_place=self.problem.in_place)
         bound = lower_bound(graph, redraw=False, in_place=problem.in_place, deadline=self.deadline)
-        search = _Search(graph, problem, o, before, max(budget, bound), self.deadline, whole=False)
+        budget = max(self.budget - turn.beside, int(bound))
+        search = _Search(graph, problem, o, before, budget, self.deadline, whole=False)
         with suppress(Infeasible):
             search.fit(None, clock)
         self.interrupted |= search.interrupted
-        return (search.reached.within(max(budget, bound)) or search.reached.plans[0]).found
+        return (search.reached.within(budget) or search.reached.plans[0]).found
 
     def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""
@@ -526,10 +539,16 @@ class _Search:
             return
         best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
         tried.append(order)
-        problem = self.problem.deeper(order)
+        start = self.problem
+        problem = start.deeper(order)
         self._search_in(problem, progress, clock)
         if best is None or self.reached.within(self.budget) is not best:
             self.problem, self.in_parts = problem, False  # parts were not looked at in this way
+        if self.reached.within(self.budget) is None and not (self.interrupted or clock.search.over):
+            least = self.reached.plans[0]
+            self._search_in(start.deeper(order, brief=True), progress, clock)
+            if self.reached.plans[0] is not least:
+                self.problem = start.deeper(order, brief=True)
 
     def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
         """Where a short search meets nothing, look at parts of ops before a long one."""

@@ -9,6 +9,7 @@ What runs but once runs in the first turn, and what the second one reads of that
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -26,8 +27,10 @@ __all__ = ["Turn", "joined", "turns", "ways"]
 
 _SMALL = 0.004
 """Results of less than this part of the peak are not worth a turn."""
-_LOOKS = 100
-"""Ways that are looked at, and those of them that are offered, together."""
+_ALIKE = 8
+"""Peaks that differ by less than this part, as its inverse, of what is above the bound are alike."""
+_LOOKS, _OFFERED = 20, 2
+"""Ways to make so many results late that are looked at, with those that are offered, and the latter."""
 
 Storages = frozenset[int]
 
@@ -46,23 +49,26 @@ class Turn:
 def ways(
     graph: Graph, relaxed: Relaxation, line: Timeline, bound: int, deadline: Deadline
 ) -> Iterator[tuple[int, tuple[Turn, Turn]]]:
-    """Pairs of turns that make large results, alone or with those made next to them, late, and about the peak that
-    each will have; the least first. ``line``: of the least peak so far, ``bound``: bytes no plan needs less than."""
-    over = (line.peak - bound) // 2  # a search ends above a bound
-    queue: list[tuple[int, int, int, int, Storages, tuple[Turn, Turn] | None]] = []
-    for first, second, some in _guesses(graph, relaxed, line):
-        heappush(queue, (max(first, second), min(first, second), len(queue), first, some, None))
-    for _ in range(_LOOKS):
-        if not queue or queue[0][0] >= line.peak or deadline.over:
-            return
-        peak, _, nth, first, some, pair = heappop(queue)
-        if pair is not None:
-            yield peak, pair
-        elif (pair := turns(graph, some, relaxed.again)) is not None:
-            late = pair[1]
-            least = lower_bound(late.graph, redraw=False, in_place=bool(relaxed.pairs), deadline=deadline)
-            second = late.beside + least + over
-            heappush(queue, (max(first, second), min(first, second), nth, first, some, pair))
+    """Pairs of turns that make large results, alone or with those made next to them, late, and what the first one
+    needs at least as far as is easily seen: of every number of results those of which both turns promise least.
+    ``line``: of the least peak so far, ``bound``: bytes no plan needs less than."""
+    part = max(1, (line.peak - bound) // _ALIKE)
+    queues = defaultdict[int, list[tuple[int, int, int, Storages, tuple[Turn, Turn] | None]]](list)
+    for nth, (first, second, some) in enumerate(_guesses(graph, relaxed, line)):
+        heappush(queues[len(some)], (max(first, second) // part, -first, nth, some, None))
+    for queue in queues.values():
+        offered = 0
+        for _ in range(_LOOKS):
+            if not queue or queue[0][0] * part >= line.peak or offered == _OFFERED or deadline.over:
+                break
+            _, first, nth, some, pair = heappop(queue)
+            if pair is not None:
+                offered += 1
+                yield -first, pair
+            elif (pair := turns(graph, some, relaxed.again)) is not None:
+                late = pair[1]
+                least = lower_bound(late.graph, redraw=False, in_place=bool(relaxed.pairs), deadline=deadline)
+                heappush(queue, (max(-first, late.beside + least) // part, first, nth, some, pair))
 
 
 def _guesses(graph: Graph, relaxed: Relaxation, line: Timeline) -> Iterator[tuple[int, int, Storages]]:
