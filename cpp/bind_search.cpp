@@ -127,9 +127,8 @@ template <class Search> nb::tuple searched(Engine& e, i64 limit, const Flags& st
     return nb::make_tuple(to_numpy(std::move(f.evict)), as_dict(f.cost), f.work, f.met, alarm.interrupted());
 }
 
-nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
-              i32 source, i32 sink, double seconds) {
-    check::seconds(seconds);
+Network network_of(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
+                   i32 source, i32 sink) {
     const i64 edges = check::count("tail", tail);
     check::number("nodes", nodes, 2, check::kMostCount, "must be from 2 to 2^28");
     check::number("source", source, 0, nodes - 1, "must be a node");
@@ -141,11 +140,31 @@ nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const A
     check::within("tail", tail, 0, nodes - 1, "must be a node");
     check::within("head", head, 0, nodes - 1, "must be a node");
     check::within("capacity", capacity, 0, std::numeric_limits<i64>::max(), "must not be negative");
-    const Network network{to_vector(tail), to_vector(head), to_vector(capacity)};
+    return {to_vector(tail), to_vector(head), to_vector(capacity)};
+}
+
+nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
+              i32 source, i32 sink, double seconds) {
+    check::seconds(seconds);
+    const Network network = network_of(nodes, tail, head, capacity, source, sink);
     Alarm alarm;
     Cut found = unlocked([&] { return min_cut(nodes, network, source, sink, alarm.set(seconds)); });
     alarm.raise();
     return nb::make_tuple(found.value, to_numpy(std::move(found.near)));
+}
+
+Cuts* cuts_of(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
+              i32 source, i32 sink, i64 switches) {
+    const Network network = network_of(nodes, tail, head, capacity, source, sink);
+    check::number("switches", switches, 0, static_cast<i64>(network.tail.size()), "must be an edge, or the end");
+    check::within("capacity", capacity, 0, Network::kEndless, "must be from 0 to 2^60");
+    return new Cuts(nodes, network, source, sink, switches);
+}
+
+i64 value_of(Cuts& cuts, const Flags& open, const Array<i64>& free) {
+    check::length("open", open, cuts.count(), "switch");
+    check::within("free", free, 0, cuts.edges() - 1, "must be an edge");
+    return cuts.value(to_vector(open), to_vector(free));
 }
 
 Result<std::uint8_t> reached_of(const Array<i32>& start, const RowsIn& edges) {
@@ -382,6 +401,10 @@ void bind_search(nb::module_& m) {
         "seconds"_a = std::numeric_limits<double>::infinity(),
         "Capacity of a minimum cut, and which nodes are on the source's side; after so many seconds something that "
         "no cut is below, and no nodes.");
+    nb::class_<Cuts>(m, "Cuts", "Minimum cuts of a network of which little changes from one to the next.")
+        .def(nb::new_(&cuts_of), "nodes"_a, "tail"_a, "head"_a, "capacity"_a, "source"_a, "sink"_a, "switches"_a)
+        .def("value", &value_of, "open"_a, "free"_a,
+             "Capacity of a minimum cut with some switches open, without the capacity of the edges that are free.");
     m.def("reached", &reached_of, "start"_a, "edges"_a,
           "Which nodes edges lead to from a start, or from one that is reached.");
     nb::class_<Engine>(m, "Engine")

@@ -189,7 +189,8 @@ class _LastRuns:
         self.tail, self.head = (np.concatenate(rows).astype(np.int32) for rows in (tail, head))
         endless = np.full(len(results) + len(reads) + len(writes), _ENDLESS)
         self.capacity = np.concatenate([endless, stored.size, np.zeros(n, np.int64)])
-        self.first_version, self.first_op = len(endless), len(endless) + m
+        self.first_version, switches = len(endless), len(endless) + m
+        self.cuts = _core.Cuts(self.nodes, self.tail, self.head, self.capacity, 0, 1, switches)
         self.touched = np.array([self.bytes(row) for row in stored.touched], dtype=np.int64)
         self.once = np.flatnonzero(~relaxed.again)
         self.whole = bool((relaxed.waits == relaxed.graph.columns.size).all())
@@ -286,11 +287,9 @@ class _LastRuns:
         if self.work <= 0:
             return 0
         self.work -= len(self.tail)
-        capacity = self.capacity.copy()
-        capacity[self.first_op + np.flatnonzero(over)] = _ENDLESS
-        capacity[self.first_version + np.array(sorted(free), dtype=np.int64)] = 0
-        value, _ = _core.min_cut(self.nodes, self.tail, self.head, capacity, 0, 1)
-        return int(value)
+        return self.cuts.value(
+            over.view(np.uint8), self.first_version + np.array(sorted(free), dtype=np.int64)
+        )
 
 
 class _Earlier:

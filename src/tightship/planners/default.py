@@ -466,7 +466,12 @@ class _Search:
                 tried.append(order)
                 self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
+        if self.reached.within(self.budget) is None and self.problem.deep and not self._ends(clock):
+            self._search_in(self.problem.briefer, progress, clock)
         self._in_turns(clock)
+
+    def _ends(self, clock: _Clock) -> bool:
+        return self.interrupted or clock.search.over
 
     def _in_turns(self, clock: _Clock) -> None:
         """Where nothing fits, make some results late, in a turn of their own: first those that promise the least peak
@@ -486,7 +491,7 @@ class _Search:
             late = pair[1]
             made = self._turn(late, clock, self.options.work // _PART // _SHORT)
             looked.append((max(first, late.beside + made.timeline.peak), len(looked), pair))
-            if self.interrupted or clock.search.over:
+            if self._ends(clock):
                 return
         for peak, _, pair in sorted(looked)[:_TURNS]:
             fits = self.reached.within(self.budget) is not None
@@ -539,16 +544,10 @@ class _Search:
             return
         best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
         tried.append(order)
-        start = self.problem
-        problem = start.deeper(order)
+        problem = self.problem.deeper(order)
         self._search_in(problem, progress, clock)
         if best is None or self.reached.within(self.budget) is not best:
             self.problem, self.in_parts = problem, False  # parts were not looked at in this way
-        if self.reached.within(self.budget) is None and not (self.interrupted or clock.search.over):
-            least = self.reached.plans[0]
-            self._search_in(start.deeper(order, brief=True), progress, clock)
-            if self.reached.plans[0] is not least:
-                self.problem = start.deeper(order, brief=True)
 
     def _parts_first(self, progress: Progress | None, clock: _Clock) -> None:
         """Where a short search meets nothing, look at parts of ops before a long one."""

@@ -107,7 +107,7 @@ def turns(graph: Graph, late: Storages, again: Mask) -> tuple[Turn, Turn] | None
     there = {s for s in range(len(graph.storages)) if uses.writers[s] and first.issuperset(uses.writers[s])}
     once = {s for s in there if not all(again[k] for k in uses.writers[s])}
     second, given = _closure(graph, late, (results - late) | once, ())
-    if second is None or not all(again[k] for k in first & second):
+    if second is None or _stale(graph, second) or not all(again[k] for k in first & second):
         return None
     rest = set(range(len(graph.ops))) - first - second
     if rest:  # what leads to no result
@@ -120,6 +120,16 @@ def turns(graph: Graph, late: Storages, again: Mask) -> tuple[Turn, Turn] | None
     size = graph.columns.size
     beside = int(size[sorted(stay - given)].sum())
     return _turn(graph, first, frozenset(), stay, 0), _turn(graph, second, given, late, beside)
+
+
+def _stale(graph: Graph, ops: Iterable[int]) -> bool:
+    """Whether one of the ops reads what the caller owns as it was before it is written."""
+    uses = graph.uses
+    return any(
+        s in graph.static and writes < len(uses.writers[s]) and s not in graph.ops[k].updates
+        for k in ops
+        for s, writes in zip(uses.reads[k], uses.needs[k], strict=True)
+    )
 
 
 def _closure(

@@ -167,18 +167,18 @@ class EvictionProblem:
             self._in_order[order] = replace(self, order=order)
         return self._in_order[order]
 
-    def deeper(self, order: tuple[int, ...], *, brief: bool = False) -> EvictionProblem:
-        """The same with ``deep``, and perhaps ``brief``, in another order; always the same problem, with what was
-        found for it."""
-        return (self._brief if brief else self._deep).in_order(order)
+    def deeper(self, order: tuple[int, ...]) -> EvictionProblem:
+        """The same with ``deep``, in another order; always the same problem, with what was found for it."""
+        return self._deep.in_order(order)
 
     @cached_property
     def _deep(self) -> EvictionProblem:
         return replace(self, deep=True)
 
     @cached_property
-    def _brief(self) -> EvictionProblem:
-        return replace(self, deep=True, brief=True)
+    def briefer(self) -> EvictionProblem:
+        """The same with ``brief``."""
+        return replace(self, brief=True)
 
     @cached_property
     def engine(self) -> Any:
