@@ -457,18 +457,27 @@ class _Search:
             self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
             self._own_orders(tried, progress, clock)
+        self._named_orders(tried, progress, clock)
+        self._own_orders(tried, progress, clock)
+        if self.reached.within(self.budget) is None and self.problem.deep and not self._ends(clock):
+            self.problem = self.problem.briefer
+            self._search_in(self.problem, progress, clock)
+            tried = [self.problem.order]
+            if self.reached.within(self.budget) is None:
+                self._own_orders(tried, progress, clock)
+            if self.reached.within(self.budget) is None:
+                self._named_orders(tried, progress, clock)
+        self._in_turns(clock)
+
+    def _named_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         for name in _ORDERS:
-            if self._near() or self.interrupted or clock.search.over:
+            if self._near() or self._ends(clock):
                 return
             given = tuple(range(len(self.graph.ops)))
             order = given if name == "given" else run.order(name, self.graph, clock.search)
             if order not in tried:
                 tried.append(order)
                 self._search_in(self.problem.in_order(order), progress, clock)
-        self._own_orders(tried, progress, clock)
-        if self.reached.within(self.budget) is None and self.problem.deep and not self._ends(clock):
-            self._search_in(self.problem.briefer, progress, clock)
-        self._in_turns(clock)
 
     def _ends(self, clock: _Clock) -> bool:
         return self.interrupted or clock.search.over

@@ -150,6 +150,10 @@ def _closure(
         want(s, len(uses.writers[s]))
     while stack:
         k = stack.pop()
+        views = {uses.maker[v] for v in graph.ops[k].inputs if graph.values[v].storage not in there}
+        new = views - found - {-1}
+        found |= new
+        stack.extend(new)
         for s, writes in zip(uses.reads[k], uses.needs[k], strict=True):
             if s not in there or s in wanted:
                 want(s, writes)
@@ -168,11 +172,15 @@ def _turn(graph: Graph, ops: set[int], given: Storages, stay: Storages, beside: 
     place = {k: i for i, k in enumerate(order)}
     rows = [graph.ops[k] for k in order]
     made = {v for op in rows for v in op.outputs}
+    made_or_given = made.union(graph.inputs)
     values = [(v, x.storage) for v, x in enumerate(graph.values)]
     part = replace(
         graph,
         ops=tuple(replace(op, control=tuple(place[c] for c in op.control if c in place)) for op in rows),
-        inputs=(*graph.inputs, *(v for v, s in values if s in given and v not in made)),
+        inputs=(
+            *graph.inputs,
+            *(v for v, s in values if s in given | graph.static and v not in made_or_given),
+        ),
         outputs=tuple(v for v, s in values if s in stay and (v in made or s in graph.static)),
     )
     return Turn(part, order, stay, beside)
