@@ -71,7 +71,7 @@ def test_what_is_in_the_way_is_made_late() -> None:
     graph = stacked(6)
     line = replay(graph, baseline(graph))
     relaxed = Relaxation(graph, redraw=False)
-    first, pair = next(ways(graph, relaxed, line, lower_bound(graph), NEVER))
+    first, pair = next(ways(graph, relaxed, line, NEVER))
     assert first <= line.peak - 256 and 1 in pair[1].stay
     peaks = in_turns(graph, frozenset([1]))
     assert peaks is not None and peaks[0] <= line.peak - 256

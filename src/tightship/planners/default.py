@@ -494,7 +494,7 @@ class _Search:
             return
         relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
         start = self.reached.plans[0].found.timeline
-        found = ways(self.graph, relaxed, start, self.bound, clock.search)
+        found = ways(self.graph, relaxed, start, clock.search)
         looked: list[tuple[int, int, tuple[Turn, Turn]]] = []
         for first, pair in islice(found, _WAYS):
             late = pair[1]

@@ -27,8 +27,6 @@ __all__ = ["Turn", "joined", "turns", "ways"]
 
 _SMALL = 0.004
 """Results of less than this part of the peak are not worth a turn."""
-_ALIKE = 8
-"""Peaks that differ by less than this part, as its inverse, of what is above the bound are alike."""
 _LOOKS, _OFFERED = 20, 2
 """Ways to make so many results late that are looked at, with those that are offered, and the latter."""
 
@@ -47,19 +45,18 @@ class Turn:
 
 
 def ways(
-    graph: Graph, relaxed: Relaxation, line: Timeline, bound: int, deadline: Deadline
+    graph: Graph, relaxed: Relaxation, line: Timeline, deadline: Deadline
 ) -> Iterator[tuple[int, tuple[Turn, Turn]]]:
     """Pairs of turns that make large results, alone or with those made next to them, late, and what the first one
     needs at least as far as is easily seen: of every number of results those of which both turns promise least.
-    ``line``: of the least peak so far, ``bound``: bytes no plan needs less than."""
-    part = max(1, (line.peak - bound) // _ALIKE)
+    ``line``: of the least peak so far."""
     queues = defaultdict[int, list[tuple[int, int, int, Storages, tuple[Turn, Turn] | None]]](list)
     for nth, (first, second, some) in enumerate(_guesses(graph, relaxed, line)):
-        heappush(queues[len(some)], (max(first, second) // part, -first, nth, some, None))
+        heappush(queues[len(some)], (max(first, second), -first, nth, some, None))
     for queue in queues.values():
         offered = 0
         for _ in range(_LOOKS):
-            if not queue or queue[0][0] * part >= line.peak or offered == _OFFERED or deadline.over:
+            if not queue or queue[0][0] >= line.peak or offered == _OFFERED or deadline.over:
                 break
             _, first, nth, some, pair = heappop(queue)
             if pair is not None:
@@ -68,7 +65,7 @@ def ways(
             elif (pair := turns(graph, some, relaxed.again)) is not None:
                 late = pair[1]
                 least = lower_bound(late.graph, redraw=False, in_place=bool(relaxed.pairs), deadline=deadline)
-                heappush(queue, (max(-first, late.beside + least) // part, first, nth, some, pair))
+                heappush(queue, (max(-first, late.beside + least), first, nth, some, pair))
 
 
 def _guesses(graph: Graph, relaxed: Relaxation, line: Timeline) -> Iterator[tuple[int, int, Storages]]:
