@@ -10,8 +10,9 @@ by work (``--work``: ops simulated, some 50 million a second), so that the machi
 
 ``--steps``: another table, of whole training steps with AdamW, whose static set is three times the parameters: the
 least by recomputing, and with ops in slices (`split-rounding`), with streaming, and with both, where everything that
-can stream does. Slices are those of the least bound, as far as probes believe their results. Requests that ops make
-for themselves are not known on fake tensors, and not in it (AdamW that is not fused takes two).
+can stream does; and with both where plans may also redraw, pack without loss, and copy out. Slices are those of the
+least bound, as far as probes believe their results. Requests that ops make for themselves are not known on fake
+tensors, and not in it (AdamW that is not fused takes two).
 """
 
 from __future__ import annotations
@@ -121,19 +122,16 @@ def whole_step(title: str, make: Any, work: int) -> tuple[str, ...]:
         peaks += [least(x.graph, "recompute", work) for x in (made, all_streamed(made))]
     unplanned, alone, streamed, slices, both = peaks
     slices, both = min(slices, alone), min(both, streamed)
-    cells = (graph.static_bytes, unplanned, alone, slices, streamed, both)
-    return (
-        title,
-        *map(mib, cells),
-        f"{100 * both / alone:.0f} %",
-        f"{100 * both / graph.static_bytes:.0f} %",
-    )
+    every = min(both, *(least(all_streamed(x).graph, WAYS["all ways"], work) for x in (program, sliced)))
+    cells = (graph.static_bytes, unplanned, alone, slices, streamed, both, every)
+    shares = (both / alone, every / alone, both / graph.static_bytes)
+    return title, *map(mib, cells), *(f"{100 * x:.0f} %" for x in shares)
 
 
 def table_of_steps(rows: Sequence[tuple[str, ...]], work: int) -> str:
     head = (
-        "model", "static", "unplanned", "recompute", "and slices", "and streaming", "and both", "of recompute",
-        "of static",
+        "model", "static", "unplanned", "recompute", "and slices", "and streaming", "and both", "all ways",
+        "both of recompute", "all ways of recompute", "both of static",
     )  # fmt: skip
     said = f"{datetime.date.today()}; MiB; {work // 10**6} million ops simulated for each figure."
     return f"{said}\n\n{pages.table(head, ('---', *['---:'] * (len(head) - 1)), rows)}\n"

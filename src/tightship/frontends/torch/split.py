@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -27,6 +27,7 @@ from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeSto
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of, flat, refs_in, substitute
 from tightship.frontends.torch.split_chains import Chain, dims_of, narrowed, seen
 from tightship.frontends.torch.split_check import check_slices
+from tightship.frontends.torch.split_norm import normalized, normalized_backward
 from tightship.frontends.torch.split_rules import SUM, Axis, Place, added_wide, cut_size, from_behind, mapped
 from tightship.frontends.torch.split_windows import slice_args, windows
 from tightship.graph import Value, aligned, alignment_of
@@ -292,14 +293,17 @@ class _Splitter:
         total = None
         if axis.counted:
             total = self.counted(k, call)
-        wholes = {}
+        wholes: dict[int, int] = {}
         for n, v in enumerate(call.results):
             if v >= 0 and axis.results[n] != SUM and values[v].storage not in self.cut:
                 wholes[n] = v
                 self.allocate(k, v)
         sums: dict[int, torch.Tensor] = {}
-        for i in range(len(self.bounds[self.chain[k].seed])):
-            self.slice(k, axis, i, wholes, sums)
+        if axis.normalizes:
+            sums = self.normalized(k, axis, wholes)
+        else:
+            for i in range(len(self.bounds[self.chain[k].seed])):
+                self.slice(k, axis, i, wholes, sums)
         if total is not None:
             self.divided(k, call, sums, total)
         else:
@@ -382,18 +386,39 @@ class _Splitter:
         for n, v in enumerate(call.results):
             if v < 0:
                 continue
-            if n in wholes:
-                with self.recording(k, i, {values[v].storage}):
-                    place = self.fake(v, (k, i, axis.results[n]), seen(self.old, k, axis, v))
-                    aten.copy_.default(place, made[n])
-            elif axis.results[n] == SUM:
+            if n not in wholes and axis.results[n] == SUM:
                 self.add(k, i, n, made[n], sums)
             else:
-                d, x = axis.results[n], seen(self.old, k, axis, v)
-                shape = list(x.shape)
-                shape[d] = self.length(k, i, x.shape[d])[1]
-                self.check(made[n], x, tuple(shape))
-                self.part[x.storage, i] = made[n]
+                self.put(k, axis, i, n, made[n], wholes)
+
+    def put(self, k: int, axis: Axis, i: int, n: int, made: torch.Tensor, wholes: Mapping[int, int]) -> None:
+        """A result of a slice: into its place of the whole, if there is one."""
+        v, d = self.old.calls[k].results[n], axis.results[n]
+        x = seen(self.old, k, axis, v)
+        if n in wholes:
+            with self.recording(k, i, {x.storage}):
+                aten.copy_.default(self.fake(v, (k, i, d), x), made)
+            return
+        shape = list(x.shape)
+        shape[d] = self.length(k, i, x.shape[d])[1]
+        self.check(made, x, tuple(shape))
+        self.part[x.storage, i] = made
+
+    def normalized(self, k: int, axis: Axis, wholes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """A batch norm; what its slices add up to, by the position among its results."""
+        given = [self.given(k, axis, i) for i in range(len(self.bounds[self.chain[k].seed]))]
+
+        def at(i: int) -> AbstractContextManager[None]:
+            return self.recording(k, i, given[i][2] if i >= 0 else ())
+
+        def keep(i: int, made: torch.Tensor) -> None:
+            if self.old.calls[k].results[0] >= 0:
+                self.put(k, axis, i, 0, made, wholes)
+
+        call = self.old.calls[k]
+        run = normalized if call.fn is aten.native_batch_norm.default else normalized_backward
+        sums = dict(enumerate(run([args for args, _, _ in given], at, keep), 1))
+        return {n: t for n, t in sums.items() if call.results[n] >= 0}
 
     # --- regions, patch by patch ---
 

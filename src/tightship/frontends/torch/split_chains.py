@@ -180,7 +180,9 @@ class _Finder:
 
     def _possible(self, k: int) -> Iterator[Axis]:
         op, call, values = self.graph.ops[k], self.program.calls[k], self.graph.values
-        if op.random or op.effect or op.updates or op.phase == "update" or k in self.program.replays:
+        if op.random or op.effect or op.phase == "update":
+            return
+        if k in self.program.replays and not op.updates:
             return
         if not is_aten(call.fn):
             return
@@ -194,7 +196,7 @@ class _Finder:
         )
         needed = {n for n, v in enumerate(call.results) if v >= 0}
         for axis in self._ways(k, args, kwargs, made):
-            written = not op.mutates or 0 in axis.args
+            written = not op.mutates or (axis.normalizes if op.updates else 0 in axis.args)
             if written and needed <= axis.results.keys() and self._lengths(k, axis) is not None:
                 yield axis
 

@@ -46,6 +46,8 @@ class Axis:
     sizes: tuple[int, int] | None = None
     counted: bool = field(default=False)
     """Of a loss: what the mean divides by is counted over the whole before the first slice."""
+    normalizes: bool = field(default=False)
+    """Of a batch norm: the results of its slices follow from what is added up over all of them (`split_norm`)."""
     merge: int = 1
     """So many dimensions, the first ones, are taken for one: dimensions are counted behind that (`merged`)."""
     coarse: dict[Place, int] = field(default_factory=dict)
@@ -445,6 +447,16 @@ def _convolution_backward(args: Sequence[Any], results: Sequence[Shape | None]) 
     yield Axis({0: 0, 1: 0}, {0: 0, 1: SUM, 2: SUM})
 
 
+def _batch_norm(args: Sequence[Any], results: Sequence[Shape | None]) -> Iterator[Axis]:
+    if args[5]:
+        yield Axis({0: 0}, {0: 0, 1: SUM, 2: SUM}, normalizes=True)
+
+
+def _batch_norm_backward(args: Sequence[Any], results: Sequence[Shape | None]) -> Iterator[Axis]:
+    if args[7]:
+        yield Axis({0: 0, 1: 0}, {0: 0, 1: SUM, 2: SUM}, normalizes=True)
+
+
 _RULES: dict[str, _Rule] = {
     "mm": _mm,
     "addmm": _addmm,
@@ -475,6 +487,8 @@ _RULES: dict[str, _Rule] = {
     "new_zeros": _factory(1),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
+    "native_batch_norm": _batch_norm,
+    "native_batch_norm_backward": _batch_norm_backward,
     "cat": _cat,
     "constant_pad_nd": _pad,
     "native_group_norm": _images((0,), (0, 0, 0), sizes=3),
