@@ -127,9 +127,8 @@ template <class Search> nb::tuple searched(Engine& e, i64 limit, const Flags& st
     return nb::make_tuple(to_numpy(std::move(f.evict)), as_dict(f.cost), f.work, f.met, alarm.interrupted());
 }
 
-nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
-              i32 source, i32 sink, double seconds) {
-    check::seconds(seconds);
+Network network_of(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
+                   i32 source, i32 sink) {
     const i64 edges = check::count("tail", tail);
     check::number("nodes", nodes, 2, check::kMostCount, "must be from 2 to 2^28");
     check::number("source", source, 0, nodes - 1, "must be a node");
@@ -141,11 +140,31 @@ nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const A
     check::within("tail", tail, 0, nodes - 1, "must be a node");
     check::within("head", head, 0, nodes - 1, "must be a node");
     check::within("capacity", capacity, 0, std::numeric_limits<i64>::max(), "must not be negative");
-    const Network network{to_vector(tail), to_vector(head), to_vector(capacity)};
+    return {to_vector(tail), to_vector(head), to_vector(capacity)};
+}
+
+nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
+              i32 source, i32 sink, double seconds) {
+    check::seconds(seconds);
+    const Network network = network_of(nodes, tail, head, capacity, source, sink);
     Alarm alarm;
     Cut found = unlocked([&] { return min_cut(nodes, network, source, sink, alarm.set(seconds)); });
     alarm.raise();
     return nb::make_tuple(found.value, to_numpy(std::move(found.near)));
+}
+
+Cuts* cuts_of(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
+              i32 source, i32 sink, i64 switches) {
+    const Network network = network_of(nodes, tail, head, capacity, source, sink);
+    check::number("switches", switches, 0, static_cast<i64>(network.tail.size()), "must be an edge, or the end");
+    check::within("capacity", capacity, 0, Network::kEndless, "must be from 0 to 2^60");
+    return new Cuts(nodes, network, source, sink, switches);
+}
+
+i64 value_of(Cuts& cuts, const Flags& open, const Array<i64>& free) {
+    check::length("open", open, cuts.count(), "switch");
+    check::within("free", free, 0, cuts.edges() - 1, "must be an edge");
+    return cuts.value(to_vector(open), to_vector(free));
 }
 
 Result<std::uint8_t> reached_of(const Array<i32>& start, const RowsIn& edges) {
@@ -197,7 +216,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
              const Array<i32>& order, const Array<i64>& packed, const Array<double>& pack,
              const Array<double>& unpack, const Array<double>& offload, const Array<double>& fetch,
              const Array<double>& lost, const Flags& may, const Flags& must, i32 boundary,
-             const RowsIn& overwrites, const Array<i32>& ending, bool until_written) {
+             const RowsIn& overwrites, const Array<i32>& ending, bool until_written, bool brief) {
     const i64 ops = check::count("order", order), storages = check::count("size", size);
     check::permutation("order", order, ops);
     check::Bytes all;
@@ -242,7 +261,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
     p.owned = column("owned", owned, storages), p.kept = column("kept", kept, storages);
     p.may = decisions("may", may), p.must = decisions("must", must);
     check::number("boundary", boundary, 0, ops, "must be a position of the order");
-    p.boundary = boundary, p.until_written = until_written;
+    p.boundary = boundary, p.until_written = until_written, p.brief = brief;
     p.ending = check::permutation("ending", ending, storages);
     check_ops(p);
     return new Engine(std::move(p));
@@ -382,13 +401,17 @@ void bind_search(nb::module_& m) {
         "seconds"_a = std::numeric_limits<double>::infinity(),
         "Capacity of a minimum cut, and which nodes are on the source's side; after so many seconds something that "
         "no cut is below, and no nodes.");
+    nb::class_<Cuts>(m, "Cuts", "Minimum cuts of a network of which little changes from one to the next.")
+        .def(nb::new_(&cuts_of), "nodes"_a, "tail"_a, "head"_a, "capacity"_a, "source"_a, "sink"_a, "switches"_a)
+        .def("value", &value_of, "open"_a, "free"_a,
+             "Capacity of a minimum cut with some switches open, without the capacity of the edges that are free.");
     m.def("reached", &reached_of, "start"_a, "edges"_a,
           "Which nodes edges lead to from a start, or from one that is reached.");
     nb::class_<Engine>(m, "Engine")
         .def(nb::new_(&make), "reads"_a, "needs"_a, "defines"_a, "mutates"_a, "updates"_a, "extra"_a,
              "time"_a, "pure"_a, "fixed"_a, "size"_a, "owned"_a, "kept"_a, "order"_a, "packed"_a, "pack"_a,
              "unpack"_a, "offload"_a, "fetch"_a, "lost"_a, "may"_a, "must"_a, "boundary"_a, "overwrites"_a,
-             "ending"_a, "until_written"_a = false)
+             "ending"_a, "until_written"_a = false, "brief"_a = false)
         .def_prop_ro("gaps", &gaps_of)
         .def_prop_ro("base_time", [](const Engine& e) { return e.index().base_time; })
         .def_prop_ro("allowed", [](const Engine& e) { return nb::cast(to_numpy(Bits(e.index().allowed))); })

@@ -189,11 +189,12 @@ void Engine::recompute(i32 op, i32 wanted) {
 void Engine::end_replay(const Restoring& r) {
     const i32 op = *r.writer;
     if (r.ok) recompute(op, r.storage);
+    if (x_.p.brief) release(restoring_.size());
     for (auto t = x_.p.reads.begin(op); t != x_.p.reads.end(op); ++t) {
         if (skips(op, r.storage, *t) || --s_.pin[*t] > 0 || !r.ok || !s_.resident[*t]) continue;
         if (passing(*t)) copies_.leave(*t);
         else if (!passes(*t)) continue;
-        else if (held(*t)) held_.push_back(*t);
+        else if (held(*t)) held_.emplace_back(*t, restoring_.size());
         else copies_.leave(*t);
     }
 }
@@ -260,10 +261,14 @@ bool Engine::restore(i32 s, i32 version) {
     return way == Way::there;
 }
 
-void Engine::release() {
-    for (i32 t : held_)
-        if (s_.resident[t]) copies_.leave(t);
-    held_.clear();
+// Let go of what was held for ops of more than so many recipes; who needs it still decides anew.
+void Engine::release(std::size_t depth) {
+    std::size_t left = 0;
+    for (const auto& [t, readers] : held_) {
+        if (readers <= depth) held_[left++] = {t, readers};
+        else if (s_.resident[t] && s_.pin[t] == 0) copies_.leave(t);
+    }
+    held_.resize(left);
 }
 
 void Engine::compute(i32 at) {

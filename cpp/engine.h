@@ -14,7 +14,8 @@
 // stays until the last recomputation that reads it: a first pass finds out until when, a second one counts.
 // With `until_written`, what a recipe reads in a version that is written over is made by the first of its
 // writers, where it is not there or nobody else needs it there, and leaves when it was read; and results may
-// be evicted until the end, where they are restored in the order of `ending`.
+// be evicted until the end, where they are restored in the order of `ending`. With `brief`, what several ops
+// read stays only until the op has run for which the one that read it was run.
 //
 // In-place reuse is no decision: where an op may write a result over an input whose stay ends with that very
 // run, it does, and the bytes count once.
@@ -80,7 +81,9 @@ class Engine {
     std::vector<std::uint8_t> waiting_;  // by op: not run at its place, and not yet run
     i64 waits_ = 0;                      // how many of those there are
     std::vector<i32> reused_;  // by the op that runs: storage read, storage that takes its place, ...
-    std::vector<i32> held_;  // restored, without a next touch, but read by several: kept until the op has run
+    // Restored, without a next touch, but read by several: kept until the op has run; with the number of
+    // recipes under way when an op read it.
+    std::vector<std::pair<i32, std::size_t>> held_;
     std::vector<Restoring> restoring_;
     bool lost_anchor_ = false;  // the last run failed for want of something that can't be recomputed
     bool extended_ = false;     // lives are extended to until_
@@ -129,7 +132,7 @@ class Engine {
     void recompute(i32 op, i32 wanted);
     bool skips(i32 op, i32 wanted, i32 read) const;
     bool beyond_cutoff() const;
-    void release();
+    void release(std::size_t depth = 0);
     bool passes(i32 storage) const;
     bool held(i32 storage) const;
     bool departs(i32 storage, i32 position) const;

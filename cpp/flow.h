@@ -2,6 +2,7 @@
 // edges.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "watch.h"
@@ -24,6 +25,39 @@ struct Cut {
     i64 value = 0;  // capacity of the cut; where the watch stopped it, of a flow: no cut has less
     std::vector<std::uint8_t> near;  // by node: on the source's side of the cut nearest to the source
     bool complete = true;            // false: the watch stopped it, and `near` is empty
+};
+
+// Minimum cuts, one after the other, of a network of which little changes: the last edges, from `switches` on,
+// are open (endless) or closed (0), and some others have no capacity for one cut alone. A flow is kept, and
+// what runs along an edge that loses its capacity finds another way or goes back (Ahuja, Magnanti, Orlin 1993).
+class Cuts {
+  public:
+    Cuts(i32 nodes, const Network& network, i32 source, i32 sink, i64 switches);
+
+    // Of the network with these switches open, and without the capacity of the edges `free`.
+    i64 value(const std::vector<std::uint8_t>& open, const std::vector<i64>& free);
+
+    i64 count() const { return static_cast<i64>(open_.size()); }
+    i64 edges() const { return static_cast<i64>(arc_.size()); }
+
+  private:
+    i32 nodes_, source_, sink_;
+    std::vector<i64> first_;  // by node: its first arc
+    std::vector<i32> to_;     // by arc
+    std::vector<i64> back_, room_;
+    std::vector<i64> arc_;  // by edge
+    i64 switches_, value_ = 0;
+    std::vector<std::uint8_t> open_;
+    std::vector<i64> came_;  // by node: the arc on the way to it
+    std::vector<i32> seen_;  // by node: the search that saw it last
+    i32 searches_ = 0;
+    std::vector<i32> queue_;
+    bool noting_ = false;
+    std::vector<std::pair<i64, i64>> before_;  // arc, what room it had
+
+    void set(i64 arc, i64 room);
+    i64 push(i32 from, i32 to, i64 most);
+    void take_away(i64 arc);
 };
 
 Cut min_cut(i32 nodes, const Network& network, i32 source, i32 sink, const Watch& watch);

@@ -45,6 +45,7 @@ struct Program {
     Rows overwrites;                 // by op: storage read, storage defined, and so on in pairs
     std::vector<i32> ending;         // storages as results are restored at the end
     bool until_written = false;      // recipes run when what they read has been written over, too
+    bool brief = false;  // what several recomputations read waits for those of one op, not for all
 };
 
 enum Decision : std::uint8_t { kKeep, kEvict, kPass, kDrop, kPack, kOffload, kDecisions };

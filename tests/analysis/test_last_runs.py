@@ -3,13 +3,16 @@ more than single moments show where gradients pile up."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from support.chains import chain
 from support.optimum import optimum
 from support.strategies import random_graph
+from tightship import _core
 from tightship.analysis.bounds import Relaxation, lower_bound
 from tightship.analysis.last_runs import last_run_bound
 from tightship.graph import Graph, Op, Storage, Value
@@ -135,3 +138,27 @@ def test_an_earlier_version_is_not_made_of_the_last() -> None:
     best = min(p.nbytes for p in optimum(graph, most=300_000))
     found, _ = last_run_bound(Relaxation(graph), 0)
     assert 64 + 32 + 256 + 2 * 32 <= found <= best
+
+
+def test_cuts_of_a_network_of_which_little_changes_are_those_from_scratch() -> None:
+    compared = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        nodes, edges = rng.randint(3, 14), rng.randint(1, 40)
+        switches = rng.randint(0, edges)
+        tail, head = (np.array([rng.randrange(nodes) for _ in range(edges)], np.int32) for _ in range(2))
+        capacity = np.array(
+            [rng.choice((0, 1, 2, 3, 7)) if e < switches else 0 for e in range(edges)], np.int64
+        )
+        cuts = _core.Cuts(nodes, tail, head, capacity, 0, 1, switches)
+        for _ in range(8):
+            opened = np.array([rng.random() < 0.5 for _ in range(edges - switches)], np.uint8)
+            free = np.array(sorted(rng.sample(range(switches), min(switches, rng.randint(0, 4)))), np.int64)
+            now = capacity.copy()
+            now[switches:][opened > 0] = 1 << 60
+            now[free] = 0
+            want = int(_core.min_cut(nodes, tail, head, now, 0, 1)[0])
+            if want < 1 << 59:
+                assert cuts.value(opened, free) == want
+                compared += want > 0
+    assert compared > 500

@@ -387,7 +387,7 @@ def lower_bound(
     best = int(load.argmax())
     end, last = _at_end(relaxed, alone=recompute and not least)
     nbytes, op = (int(load[best]), best) if load[best] >= end else (end, last)
-    found, at = last_run_bound(relaxed, nbytes, deadline) if recompute else (nbytes, op)
+    found, at = last_run_bound(relaxed, nbytes, deadline, enough=line.peak) if recompute else (nbytes, op)
     bound = Bound(found)
     bound.op = at if found > nbytes else op
     return bound

@@ -52,6 +52,8 @@ _PARTS, _HALVES, _HALVINGS = 12, 3, 6
 known and the most that moments before last runs may prove."""
 _EDGES, _EARLIER, _LARGE = 30_000_000, 4_000_000, 5_000
 """Edges of all cuts together, at most, those for moments before last runs, and ops of graphs that are looked at."""
+_FOR_OP, _FEW = 2, 16
+"""Cuts for moments before last runs, at most, for each op and for so many more: small graphs are soon done."""
 _CHAINS, _SMALL = 60, 0.3
 """Moments before an op that are looked at, at most, and the part of the largest storage from which on storages count
 there."""
@@ -81,13 +83,16 @@ class Relaxed(Protocol):
     def _backward(self) -> Rows: ...
 
 
-def last_run_bound(relaxed: Relaxed, least: int, deadline: Deadline = NEVER) -> tuple[int, int]:
+def last_run_bound(
+    relaxed: Relaxed, least: int, deadline: Deadline = NEVER, *, enough: int | None = None
+) -> tuple[int, int]:
     """Bytes that no plan can stay under, ``least`` or more, which is known to be such a number, and the op that can
-    be the last of a set with these (-1: ``least`` is not surpassed)."""
-    if len(relaxed.own) > _LARGE:
+    be the last of a set with these (-1: ``least`` is not surpassed). ``enough``: what some plan needs, so that
+    more cannot be proved."""
+    if len(relaxed.own) > _LARGE or (enough is not None and least >= enough):
         return least, -1
     if relaxed.last_runs is None:
-        cuts = _LastRuns(relaxed, deadline)
+        cuts = _LastRuns(relaxed, deadline, enough)
         best, at = cuts.alone(least)
         if cuts.whole:
             best, at = cuts.after_earlier(best, at)
@@ -177,9 +182,11 @@ class _LastRuns:
     ``touched``: by op, the bytes of what it reads and makes that may count in a cut; ``base``: the cut when no op
     runs any more."""
 
-    def __init__(self, relaxed: Relaxed, deadline: Deadline) -> None:
+    def __init__(self, relaxed: Relaxed, deadline: Deadline, enough: int | None) -> None:
+        self.enough = _ENDLESS if enough is None else enough
         self.relaxed, self.deadline, self.work, self.earlier = relaxed, deadline, _EDGES, False
         self.stored = stored = _Stored(relaxed)
+        self.sizes: list[int] = stored.size.tolist()
         n, m = len(relaxed.own), len(stored.storage)
         need, make = 2 + n, 2 + n + m
         self.nodes, ops, versions = 2 + n + 2 * m, np.arange(n), np.arange(m)
@@ -189,18 +196,19 @@ class _LastRuns:
         self.tail, self.head = (np.concatenate(rows).astype(np.int32) for rows in (tail, head))
         endless = np.full(len(results) + len(reads) + len(writes), _ENDLESS)
         self.capacity = np.concatenate([endless, stored.size, np.zeros(n, np.int64)])
-        self.first_version, self.first_op = len(endless), len(endless) + m
+        self.first_version, switches = len(endless), len(endless) + m
+        self.cuts = _core.Cuts(self.nodes, self.tail, self.head, self.capacity, 0, 1, switches)
         self.touched = np.array([self.bytes(row) for row in stored.touched], dtype=np.int64)
         self.once = np.flatnonzero(~relaxed.again)
         self.whole = bool((relaxed.waits == relaxed.graph.columns.size).all())
         self.base = self.cut(np.ones(n, dtype=np.bool_))
 
     def bytes(self, versions: Iterable[int]) -> int:
-        return int(self.stored.size[list(versions)].sum())
+        return sum(self.sizes[v] for v in versions)
 
     def alone(self, least: int) -> tuple[int, int]:
         """The bound and the op that forces it, looking at last runs alone."""
-        best, at, most = least, -1, int(self.relaxed.own.max()) + self.base
+        best, at, most = least, -1, min(self.enough, int(self.relaxed.own.max()) + self.base)
         part = max(1, (most - least) // _PARTS)
         for level in range(most - part, least - 1, -part):  # the sets of high ones are small
             best, at = max((best, at), self.passed(level))
@@ -211,13 +219,17 @@ class _LastRuns:
 
     def after_earlier(self, best: int, at: int) -> tuple[int, int]:
         """The same, looking at what happens before last runs, too."""
-        self.work, self.earlier = _EARLIER, True
+        self.earlier, cuts = True, _FOR_OP * (_FEW + len(self.relaxed.own))
+        self.work = min(_EARLIER, cuts * len(self.tail))
         own = self.relaxed.own
         most = int((2 * own - self.relaxed.graph.static_bytes).max()) + self.base
         return self._between(best, at, most, _HALVINGS)
 
     def _between(self, best: int, at: int, most: int, halves: int) -> tuple[int, int]:
+        most = min(most, self.enough)
         for _ in range(halves):
+            if best >= most:
+                break
             level = (best + most) // 2
             value, op = self.passed(level)
             best, at = max((best, at), (value, op))
@@ -286,11 +298,9 @@ class _LastRuns:
         if self.work <= 0:
             return 0
         self.work -= len(self.tail)
-        capacity = self.capacity.copy()
-        capacity[self.first_op + np.flatnonzero(over)] = _ENDLESS
-        capacity[self.first_version + np.array(sorted(free), dtype=np.int64)] = 0
-        value, _ = _core.min_cut(self.nodes, self.tail, self.head, capacity, 0, 1)
-        return int(value)
+        return self.cuts.value(
+            over.view(np.uint8), self.first_version + np.array(sorted(free), dtype=np.int64)
+        )
 
 
 class _Earlier:

@@ -15,10 +15,10 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, TypedDict
 
-from tightship.analysis.bounds import lower_bound
+from tightship.analysis.bounds import lower_bound, relaxation
 from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
 from tightship.analysis.order import is_legal
@@ -32,11 +32,12 @@ from tightship.planners import PlannerInfo, floor, planner, run
 from tightship.planners.ahead import begun_ahead, largest_gather, runs_beside
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible, pure_random_ops
-from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
+from tightship.planners.evict.problem import MEANS, Decision, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
+from tightship.planners.turns import Turn, joined, ways
 from tightship.simulate import Timeline, replay, unplanned
 from tightship.units import Budget, resolve_budget
 from tightship.verify import check
@@ -77,6 +78,9 @@ _DEMAND, _DEEP = "demand", 20_000
 _ORDERS = ("sink", "given", "lpmf")
 _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
+_WAYS, _TURNS, _PART = 16, 3, 4
+"""How many ways to make results in two turns get a short search for the second turn, how many of them one for both,
+and by what the work for each turn is divided."""
 _AGAIN = 4
 """How often the runs of what was found are put into another order."""
 _PARTS = 64
@@ -337,6 +341,8 @@ class _Search:
     interrupted: bool = False
     in_parts: bool = False
     """Whether parts of ops were looked at."""
+    whole: bool = True
+    """Whether it is not a turn of another one."""
     bound: int = field(init=False)
     time_bound: float = field(init=False)
     placement: floor.Placement = field(init=False)
@@ -457,15 +463,94 @@ class _Search:
             self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
             self._own_orders(tried, progress, clock)
+        self._named_orders(tried, progress, clock)
+        self._own_orders(tried, progress, clock)
+        if self.reached.within(self.budget) is None and self.problem.deep and not self._ends(clock):
+            self.problem = self.problem.briefer
+            self._search_in(self.problem, progress, clock)
+            tried = [self.problem.order]
+            if self.reached.within(self.budget) is None:
+                self._own_orders(tried, progress, clock)
+            if self.reached.within(self.budget) is None:
+                self._named_orders(tried, progress, clock)
+        self._in_turns(clock)
+
+    def _named_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         for name in _ORDERS:
-            if self._near() or self.interrupted or clock.search.over:
+            if self._near() or self._ends(clock):
                 return
             given = tuple(range(len(self.graph.ops)))
             order = given if name == "given" else run.order(name, self.graph, clock.search)
             if order not in tried:
                 tried.append(order)
                 self._search_in(self.problem.in_order(order), progress, clock)
-        self._own_orders(tried, progress, clock)
+
+    def _ends(self, clock: _Clock) -> bool:
+        return self.interrupted or clock.search.over
+
+    def _in_turns(self, clock: _Clock) -> None:
+        """Where nothing fits, make some results late, in a turn of their own: first those that promise the least peak
+        by what was seen of the ones before."""
+        assert self.budget is not None
+        fits = self.reached.within(self.budget) is not None
+        apart = (
+            self.whole and set(self.problem.means) == {"recompute"} and _REDRAW not in _means(self.options)
+        )
+        if fits or not apart or len(self.graph.ops) > _LARGE:
+            return
+        relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
+        start = self.reached.plans[0].found.timeline
+        found = ways(self.graph, relaxed, start, clock.search)
+        looked: list[tuple[int, int, tuple[Turn, Turn]]] = []
+        for first, pair in islice(found, _WAYS):
+            late = pair[1]
+            made = self._turn(late, clock, self.options.work // _PART // _SHORT)
+            looked.append((max(first, late.beside + made.timeline.peak), len(looked), pair))
+            if self._ends(clock):
+                return
+        for peak, _, pair in sorted(looked)[:_TURNS]:
+            fits = self.reached.within(self.budget) is not None
+            if (
+                fits
+                or peak >= self.reached.plans[0].found.timeline.peak
+                or self.interrupted
+                or clock.search.over
+            ):
+                return
+            self._take_turns(pair, clock)
+
+    def _take_turns(self, pair: tuple[Turn, Turn], clock: _Clock) -> None:
+        """Offer the best plan of two turns, if it takes less than all before."""
+        assert self.budget is not None
+        least = self.reached.plans[0].found.timeline.peak
+        found: list[run.Evicted] = []
+        for turn in reversed(pair):
+            found.insert(0, self._turn(turn, clock, self.options.work // _PART))
+            if found[0].timeline.peak + turn.beside >= least:
+                return
+        steps = joined(self.graph, pair, [x.steps for x in found])
+        line = replay(self.graph, steps)
+        extra = max(0.0, line.time - self.before.time)
+        decision = Decision(
+            self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=steps
+        )
+        made = run.Evicted(decision, steps, line)
+        self.reached.offer(self.placement.lay(made, clock.deadline.part(_PLACES), self.budget))
+
+    def _turn(self, turn: Turn, clock: _Clock, work: int) -> run.Evicted:
+        """The fastest plan found for one turn within the budget, or that of the least peak."""
+        assert self.budget is not None
+        graph, o = turn.graph, replace(self.options, place=False, work=work)
+        before = unplanned(graph)
+        order = order_of(graph, o, before.peak, clock.search.part(_PREPARED))
+        problem = replace(problem_of(graph, order, o), in_place=self.problem.in_place)
+        bound = lower_bound(graph, redraw=False, in_place=problem.in_place, deadline=self.deadline)
+        budget = max(self.budget - turn.beside, int(bound))
+        search = _Search(graph, problem, o, before, budget, self.deadline, whole=False)
+        with suppress(Infeasible):
+            search.fit(None, clock)
+        self.interrupted |= search.interrupted
+        return (search.reached.within(budget) or search.reached.plans[0]).found
 
     def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""

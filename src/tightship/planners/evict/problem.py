@@ -137,7 +137,8 @@ class EvictionProblem:
     ``in_place``: results take the places of inputs wherever ops allow it and nothing needs those any more.
     ``stands``: of a graph with parts of ops (`lowering.divided`), the op that each one stands for.
     ``deep``: for less memory, at a price or none: what an op reads is recomputed in the order of `deepest_first`, not
-    in the op's own, and what an op made of something that is written over later may be recomputed until then."""
+    in the op's own, and what an op made of something that is written over later may be recomputed until then.
+    ``brief``: for still less, what several recomputations read does not wait for all of them."""
 
     graph: Graph
     order: tuple[int, ...]
@@ -150,6 +151,7 @@ class EvictionProblem:
     in_place: bool = True
     stands: tuple[int, ...] = ()
     deep: bool = False
+    brief: bool = False
 
     @cached_property
     def archive(self) -> Archive:
@@ -172,6 +174,11 @@ class EvictionProblem:
     @cached_property
     def _deep(self) -> EvictionProblem:
         return replace(self, deep=True)
+
+    @cached_property
+    def briefer(self) -> EvictionProblem:
+        """The same with ``brief``."""
+        return replace(self, brief=True)
 
     @cached_property
     def engine(self) -> Any:
@@ -204,6 +211,7 @@ class EvictionProblem:
             overwrites=c.overwrites if self.in_place else csr([()] * len(g.ops)),
             ending=self._ending(),
             until_written=self.deep,
+            brief=self.brief,
             **self._copies(),
         )
         if self.host is not None:
