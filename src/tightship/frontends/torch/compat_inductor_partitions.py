@@ -184,7 +184,7 @@ def extract(joint: GraphModule, outputs: int, saved: Sequence[str], needed: Coll
     _not_returned(backward, more)
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     pair = Pair(partitioners.raise_getitems(forward), partitioners.raise_getitems(backward), outputs)
-    for node in pair.backward.graph.nodes:
+    for node in (*pair.forward.graph.nodes, *pair.backward.graph.nodes):
         node.meta[ORIGIN] = origin(node)
     _inputs_in_order(pair)
     return _checked(pair)
@@ -246,12 +246,15 @@ def origin(node: Node) -> str:
     return str(node.meta.get(ORIGIN, node.name))
 
 
-def as_planned(backward: GraphModule) -> dict[str, Any]:
-    """Inductor's settings for a backward pass. Where a convolution of the forward pass is computed again in it,
-    Inductor would turn the inputs of all of them to channels-last, as it does not in a backward pass without one: for
-    gradients of depthwise convolutions oneDNN then takes many times the workspace. A pass of ours keeps layouts."""
-    ours = any(ORIGIN in n.meta for n in backward.graph.nodes)
-    return {"layout_optimization": False} if ours else {}
+def as_planned(graph: GraphModule, *, backward: bool) -> dict[str, Any]:
+    """Inductor's settings for a graph of ours. It gives buffers back as soon as nobody reads them: Inductor keeps them
+    for later ones of the same size as far as its own estimate of the peak allows, where an arena has places for all.
+    Where a convolution of the forward pass is computed again in the backward pass, Inductor would turn the inputs of
+    all of them to channels-last, as it does not in a backward pass without one: for gradients of depthwise
+    convolutions oneDNN then takes many times the workspace. Layouts stay there."""
+    if not any(ORIGIN in n.meta for n in graph.graph.nodes):
+        return {}
+    return {"allow_buffer_reuse": False, **({"layout_optimization": False} if backward else {})}
 
 
 def _checked(pair: Pair) -> Pair:
