@@ -4,7 +4,8 @@ Problem: the fastest plan whose compiled code is within a budget, where a planne
 Method: the planner aims at a target; the candidate that follows is lowered and replayed to the byte; the target moves
 by what the replay was off, between the tightest known to be too loose and the loosest that fits. What the first
 replay that does not fit had in use beyond the model becomes part of the model first; where nothing fits so, the
-planner aims by the model alone, then with more lessons. Guarantee: every candidate was replayed; none of optimality.
+planner aims by the model alone, then with more lessons, the first from what came nearest. Guarantee: every candidate
+was replayed; none of optimality.
 Work: `FEW` lowerings, then `LOWERINGS` in each of two passes.
 """
 
@@ -70,6 +71,10 @@ class Candidate(Generic[T]):
     share: float | None = None
     plan: Plan | None = None
 
+    def workspaces(self) -> dict[str, int]:
+        """Of kernels of somebody else's, by node, where it was replayed."""
+        return {} if self.replay is None else self.replay.workspaces()
+
 
 class Seeds(Protocol[T]):
     """What others would save, as candidates: each ``activation_memory_budget`` of Inductor's, and, for None, what a
@@ -123,6 +128,8 @@ class Aim(Generic[T]):
         for lessons, most in ((1, FEW), (0, LOWERINGS), (LESSONS, LOWERINGS)):
             self.graph = self.start
             self.learned.clear()
+            if lessons == LESSONS and found:
+                self._learns(min(found, key=lambda c: c.needed))
             found += self._aimed(lessons, most)
             if any(c.needed <= self.budget for c in found):
                 break

@@ -482,7 +482,7 @@ class _Search:
         """The fastest within the budget. Raises ``Infeasible``."""
         if self.model is None:
             return fastest([first], STOCK, self, budget, static)
-        aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static, _workspaces(first))
+        aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static, first.workspaces())
         return fastest([first, *aim.run()], (*STOCK, None), self, budget, static, aim)
 
     # --- candidates ---
@@ -549,10 +549,6 @@ class _Search:
             note = f"a plan's order was not taken over: {error}"
             self.notes += [] if note in self.notes else [note]
             return pair
-
-
-def _workspaces(first: Candidate[Pair]) -> dict[str, int]:
-    return {} if first.replay is None else first.replay.workspaces()
 
 
 def _unplanned(first: Candidate[Pair] | None) -> Unplanned:

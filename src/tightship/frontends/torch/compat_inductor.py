@@ -92,8 +92,8 @@ _LEANED_ON: Final = {
         "create_compiler_config_extra", "get_num_model_outputs",
     ),
     "torch._inductor.config": (
-        "allow_buffer_reuse", "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "inplace_buffers", "layout_optimization",
-        "memory_planning", "post_grad_custom_pre_pass",
+        "allow_buffer_reuse", "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "inplace_buffers",
+        "layout_optimization", "memory_planning", "post_grad_custom_pre_pass",
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
     "torch._inductor.exc": ("InductorError",),

@@ -247,8 +247,8 @@ def origin(node: Node) -> str:
 
 
 def as_planned(graph: GraphModule, *, backward: bool) -> dict[str, Any]:
-    """Inductor's settings for a graph of ours. It gives buffers back as soon as nobody reads them: Inductor keeps them
-    for later ones of the same size as far as its own estimate of the peak allows, where an arena has places for all.
+    """Inductor's settings for a graph of ours. It gives buffers back as soon as nobody reads them: Inductor keeps
+    them for later ones of the same size as far as its own estimate of the peak allows; an arena has places for all.
     Where a convolution of the forward pass is computed again in the backward pass, Inductor would turn the inputs of
     all of them to channels-last, as it does not in a backward pass without one: for gradients of depthwise
     convolutions oneDNN then takes many times the workspace. Layouts stay there."""
