@@ -63,8 +63,13 @@ def test_nothing_looser_is_lowered_where_hardly_any_time_is_to_be_saved(model):
 
 def least(model):
     with pytest.raises(default.Infeasible) as found:
-        default.plan(model.graph, 1, default.Options(place=False))
+        planned(model, 1)
     return found.value.best_peak
+
+
+def planned(model, budget):
+    made = aim(model, budget, lambda _, n: n)
+    return default.plan(model.graph, budget, made.options, problem=made._problem(budget))
 
 
 def test_what_code_takes_beyond_its_model_is_left_free(model):
@@ -78,7 +83,7 @@ def test_what_code_takes_beyond_its_model_is_left_free(model):
 
 def test_where_nothing_fits_the_model_learns_where_code_takes_more(model):
     low = least(model)
-    plan = default.plan(model.graph, low, default.Options(place=False, reuse=False))
+    plan = planned(model, low)
     line = simulate.replay(model.graph, plan.steps)
     runs = [k for k, s in enumerate(plan.steps) if s.kind == "compute"]
     quiet = min(
@@ -99,3 +104,21 @@ def test_a_budget_below_what_the_planner_reaches_gives_its_least_plan_and_ends(m
     found = aim(model, low - 64, lambda _, n: n).run()
     assert found
     assert min(c.needed for c in found) == low
+
+
+def test_pointwise_results_of_fused_code_take_the_places_of_what_they_are_made_from(model):
+    """x, the product and its tanh: no more than two of them at once."""
+    pairs = {p for op in model.graph.ops for p in op.overwrites}
+    sizes = {(model.graph.storages[a].size, model.graph.storages[b].size) for a, b in pairs}
+    assert sizes == {(256 * 16 * 4, 256 * 16 * 4)}
+    with pytest.raises(default.Infeasible) as apart:
+        default.plan(model.graph, 1, default.Options(place=False))
+    assert least(model) < apart.value.best_peak
+
+
+def test_a_lesson_is_no_reason_to_end_where_nothing_fits(model):
+    """The least of the model that has learned is above the one before: a plan of each is looked at."""
+    low = least(model)
+    made = aim(model, low - 64, lambda n, nbytes: nbytes + (4096 if n.startswith("mm") else 0))
+    assert len(made._aimed(1, aiming.FEW)) > 1
+    assert made.learned

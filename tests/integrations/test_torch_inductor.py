@@ -1012,6 +1012,23 @@ def test_what_is_saved_is_taken_in_the_order_in_which_it_is_handed_over():
     assert [n.name for n in second.nodes][:3] == ["a", "b", "tangents_1"]
 
 
+def test_what_a_plan_reads_in_the_backward_pass_is_saved_where_inductors_cut_would_not_read_it():
+    """What is saved, let go of and made again needs its inputs as well; a plan's order was dropped without them."""
+    joint, outputs = joint_of(wide(2, dropout=0.0), rows())
+    model = fuse(joint, outputs)
+    late = {n.name for n in joint.graph.nodes if model.is_late(n)}
+    saved = (*model.primals, *(n for n in model.nodes.values() if n not in late and n not in model.primals))
+    cut = compat_inductor.extract(joint, outputs, saved)
+    unread = [n for n in model.primals if n not in cut.saved][:2]
+    assert unread
+    pair = compat_inductor.extract(joint, outputs, saved, unread)
+    assert {*unread} <= {*pair.saved}
+    given = [n.name for n in pair.backward.graph.find_nodes(op="placeholder")]
+    assert tuple(given[: len(pair.saved)]) == pair.saved
+    ends = [compat_inductor_partitions.results_of(p.backward) for p in (cut, pair)]
+    assert len(ends[0]) == len(ends[1])
+
+
 # --- convolutions and batch norm ---
 
 

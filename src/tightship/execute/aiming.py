@@ -4,22 +4,26 @@ Problem: the fastest plan whose compiled code is within a budget, where a planne
 Method: the planner aims at a target; the candidate that follows is lowered and replayed to the byte; the target moves
 by what the replay was off, between the tightest known to be too loose and the loosest that fits. What the first
 replay that does not fit had in use beyond the model becomes part of the model first; where nothing fits so, the
-planner aims by the model alone, then with more lessons. Guarantee: every candidate was replayed; none of optimality.
+planner aims by the model alone, then with more lessons, the first from what came nearest. Guarantee: every candidate
+was replayed; none of optimality.
 Work: `FEW` lowerings, then `LOWERINGS` in each of two passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from tightship import simulate
 from tightship.errors import Infeasible
 from tightship.execute.compiled import StepReplay
+from tightship.frontends.torch.capture.fused import with_workspaces
 from tightship.graph import Graph
+from tightship.options import Deadline
 from tightship.plan import Plan
 from tightship.planners import default
+from tightship.planners.evict.problem import EvictionProblem
 
 __all__ = ["STOCK", "Aim", "Candidate", "Model", "Seeds", "fastest", "source_of"]
 
@@ -35,6 +39,9 @@ CLOSE = 0.02
 """No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
 GAIN = 0.02
 """Of a step's modeled time: nothing is lowered that is expected to save less."""
+
+ORDERED = 0.25
+"""Of a plan's time limit: the order is decided within it."""
 
 STOCK: Final = (0.7, 0.5, 0.3, 0.1, 0.0)
 """The ``activation_memory_budget`` values whose partitions are looked at beside ours."""
@@ -64,6 +71,10 @@ class Candidate(Generic[T]):
     share: float | None = None
     plan: Plan | None = None
 
+    def workspaces(self) -> dict[str, int]:
+        """Of kernels of somebody else's, by node, where it was replayed."""
+        return {} if self.replay is None else self.replay.workspaces()
+
 
 class Seeds(Protocol[T]):
     """What others would save, as candidates: each ``activation_memory_budget`` of Inductor's, and, for None, what a
@@ -85,24 +96,28 @@ class Model(Protocol):
     @property
     def graph(self) -> Graph: ...
 
+    @property
+    def calls(self) -> Mapping[int, Any]: ...
+
     def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph: ...
 
 
 @dataclass
 class Aim(Generic[T]):
     """Aims plans of ``model`` at ``budget``, of which ``static`` bytes are always in use. ``candidate`` lowers and
-    replays what a plan says."""
+    replays what a plan says. ``workspaces``: of kernels of somebody else's, by node, where a replay has them."""
 
     model: Model
     options: default.Options
     candidate: Callable[[Plan], Candidate[T]]
     budget: int
     static: int
+    workspaces: Mapping[str, int] = field(default_factory=dict)
     learned: list[Candidate[T]] = field(default_factory=list)
     missed: list[Candidate[T]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.graph = self.model.graph
+        self.start = self.graph = with_workspaces(self.model.graph, self.model.calls, self.workspaces)
         self.options = replace(self.options, place=False, reuse=False)
         self.slack = GAIN * sum(op.time for op in self.graph.ops)
         self.unplanned = simulate.replay(self.graph, simulate.baseline(self.graph)).peak
@@ -111,8 +126,10 @@ class Aim(Generic[T]):
         """What was looked at: some of it is within the budget, or nothing that the planner came to is."""
         found: list[Candidate[T]] = []
         for lessons, most in ((1, FEW), (0, LOWERINGS), (LESSONS, LOWERINGS)):
-            self.graph = self.model.graph
+            self.graph = self.start
             self.learned.clear()
+            if lessons == LESSONS and found:
+                self._learns(min(found, key=lambda c: c.needed))
             found += self._aimed(lessons, most)
             if any(c.needed <= self.budget for c in found):
                 break
@@ -141,7 +158,7 @@ class Aim(Generic[T]):
             found.append(c)
             off = self.budget - c.needed
             if off < 0 and len(self.learned) < lessons and self._learns(c):
-                high, target = None, self.budget
+                high, reached, target = None, None, self.budget
                 continue
             if off >= 0:
                 low = max(low, target)
@@ -171,10 +188,17 @@ class Aim(Generic[T]):
         self.graph = self.model.with_excess(before, c.plan, c.replay.levels())
         return self.graph.ops != before.ops
 
+    def _problem(self, target: int) -> EvictionProblem:
+        """The graph in the order of a plan for the target. Results take the places of inputs as compilers have it,
+        which needs no offsets of ours."""
+        graph, o = self.graph, self.options
+        order = default.order_of(graph, o, self.unplanned, Deadline.after(ORDERED * o.seconds), target)
+        return replace(default.problem_of(graph, order, o), in_place=True)
+
     def _at(self, target: int) -> tuple[Candidate[T] | None, int | None]:
         """The candidate for an inner target; or the least that the planner reaches on its model."""
         try:
-            plan = default.plan(self.graph, target, self.options)
+            plan = default.plan(self.graph, target, self.options, problem=self._problem(target))
         except Infeasible as error:
             return None, error.best_peak
         graph = self.model.graph

@@ -156,6 +156,7 @@ class StepReplay:
     rest: int = 0
     _saved: list[_Held] = field(default_factory=list)
     _levels: list[list[tuple[str, int]]] = field(default_factory=list)
+    _beside: dict[str, int] = field(default_factory=dict)
 
     @property
     def handed(self) -> list[int]:
@@ -165,6 +166,11 @@ class StepReplay:
     def levels(self) -> list[list[tuple[str, int]]]:
         """Of each pass: the nodes whose values got memory, new or another's, in order, and the bytes in use then."""
         return self._levels
+
+    def workspaces(self) -> dict[str, int]:
+        """Of the nodes that kernels of somebody else's run for: the most bytes beside the result, of what a kernel
+        takes by itself and of arguments that Inductor lays out anew for it."""
+        return self._beside
 
     def between(self, saved: Sequence[_Held]) -> None:
         """One pass is over, and these of its outputs are for the next."""
@@ -190,6 +196,8 @@ class StepReplay:
         self._env.update(zip(lowered.inputs, inputs, strict=True))
         for event in lowered.events:
             getattr(self, f"_{event.kind}")(event)
+        for node, nbytes in workspaces(lowered.events, self.measured).items():
+            self._beside[node] = max(nbytes, self._beside.get(node, 0))
         outputs = [self._env[name] if name else None for name in lowered.outputs]
         for held in outputs:
             self._hold(held)
@@ -278,6 +286,27 @@ class StepReplay:
         if event.name:
             self._bind(event.name, (result, *given) if given and not isinstance(result, tuple) else result)
         self.release(result)
+
+
+def workspaces(events: Sequence[Event], measured: Measured) -> dict[str, int]:
+    """As `StepReplay.workspaces`, of one pass."""
+    sizes: dict[str, int] = {}
+    made: dict[str, list[int]] = {}
+    found: dict[str, int] = {}
+    for e in events:
+        if e.kind in ("make", "alias"):
+            sizes[e.name] = e.nbytes if e.kind == "make" else sizes.get(e.source, 0)
+            made.setdefault(e.origin, []).append(sizes[e.name])
+        elif e.kernel is not None and e.origin:
+            rows = made.pop(e.origin, [])
+            asked = measured(e.kernel)
+            within = peak = 0
+            taken = dict(n for n in asked.events if n[1] >= 0)
+            for i, nbytes in asked.events:
+                within += nbytes if nbytes >= 0 else -taken.get(i, 0)
+                peak = max(peak, within)
+            found[e.origin] = max(found.get(e.origin, 0), sum(rows[:-1]) + peak - within)
+    return found
 
 
 def _tree_of_blocks(tree: Any, blocks: dict[int, _Block | None]) -> _Held:

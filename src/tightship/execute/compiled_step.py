@@ -450,7 +450,7 @@ class _Compilation:
             return self.best.made
         best = first or self.candidate(gm, _INDUCTOR)
         if budget is not None and best.needed > budget:
-            best = self._within(budget, static)
+            best = self._within(budget, static, best)
         self.best = best
         row = Partition(
             best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
@@ -492,7 +492,7 @@ class _Compilation:
             self.seen[key] = Candidate(gm, source, peak, needed, replay, *cost, share, plan)
         return self.seen[key]
 
-    def _within(self, budget: int, static: int) -> Candidate[GraphModule]:
+    def _within(self, budget: int, static: int, first: Candidate[GraphModule]) -> Candidate[GraphModule]:
         """The fastest within the budget: of our plans, and of what Inductor or checkpoints would save. Raises
         ``Infeasible``."""
         model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
@@ -500,7 +500,7 @@ class _Compilation:
         def ours(plan: Plan) -> Candidate[GraphModule]:
             return self.candidate(model.ordered(plan), "tightship", plan)
 
-        aim = Aim(model, self._options, ours, budget, static)
+        aim = Aim(model, self._options, ours, budget, static, first.workspaces())
         found = [*aim.run(), *self.seen.values()]
         return fastest(found, (1.0, *STOCK, None), self, budget, static, aim)
 

@@ -482,7 +482,7 @@ class _Search:
         """The fastest within the budget. Raises ``Infeasible``."""
         if self.model is None:
             return fastest([first], STOCK, self, budget, static)
-        aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static)
+        aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static, first.workspaces())
         return fastest([first, *aim.run()], (*STOCK, None), self, budget, static, aim)
 
     # --- candidates ---
@@ -539,7 +539,8 @@ class _Search:
     def planned(self, plan: Plan) -> Pair:
         """The partition that a plan says."""
         assert self.model is not None
-        pair = compat_inductor.extract(self.joint, self.outputs, self.model.saved(plan))
+        model = self.model
+        pair = compat_inductor.extract(self.joint, self.outputs, model.saved(plan), model.needed(plan))
         try:
             return self.model.ordered(plan, pair)
         except (

@@ -92,8 +92,8 @@ _LEANED_ON: Final = {
         "create_compiler_config_extra", "get_num_model_outputs",
     ),
     "torch._inductor.config": (
-        "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "inplace_buffers", "layout_optimization",
-        "memory_planning", "post_grad_custom_pre_pass",
+        "allow_buffer_reuse", "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "inplace_buffers",
+        "layout_optimization", "memory_planning", "post_grad_custom_pre_pass",
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
     "torch._inductor.exc": ("InductorError",),
@@ -269,12 +269,13 @@ def lower(
     extra = compile_fx.create_compiler_config_extra(pair.forward)
     inputs = [n.meta.get("val") for n in pair.forward.graph.find_nodes(op="placeholder")]
     gm = copied(pair.forward)
-    with _stopping(made), _foreseen(pair, static):
+    own = [as_planned(gm, backward=gm is pair.backward) for gm in (pair.forward, pair.backward)]
+    with _stopping(made), _foreseen(pair, static), config.patch(own[0]):
         compile_fx.compile_fx_forward(
             gm, inputs, num_orig_model_outputs=orig_outputs, num_example_inputs=orig_inputs,
             compiler_config_extra=extra, inner_compile=compile_fx.compile_fx_inner,
         )  # fmt: skip
-    with _stopping(made), _foreseen(pair, static), config.patch(as_planned(pair.backward)):
+    with _stopping(made), _foreseen(pair, static), config.patch(own[1]):
         compile_fx.compile_fx_backward(
             copied(pair.backward), _restrided(pair, made[0]), compiler_config_extra=extra,
             inner_compile=compile_fx.compile_fx_inner,
@@ -462,10 +463,10 @@ def _made(
     from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
     before = get_custom_graph_passes(config.post_grad_custom_pre_pass)
-    layouts = as_planned(graph) if kind == "backward" else {}
+    planned = as_planned(graph, backward=kind == "backward")
     key = None
     for cached in (code is not None and bool(config.fx_graph_cache), False):
-        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None, **layouts}
+        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None, **planned}
         if cached and code is not None:
             own["post_grad_custom_pre_pass"] = [*before, named(graph, code.version)]
         with config.patch(own), _recording(stop=False) as recorder:
@@ -592,13 +593,14 @@ def compile_flat(
     a function of a list of arguments, which it empties, and what it was lowered to; ``code`` as in
     `compile_graph`."""
     require_inductor()
-    from torch._inductor import compile_fx
+    from torch._inductor import compile_fx, config
 
     found: list[Any] = []
 
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
         def lowered(candidate: GraphModule) -> Lowered:
-            with _lowering_alone() as recorder:
+            own = as_planned(candidate, backward=False)
+            with _lowering_alone() as recorder, config.patch(own):
                 compile_fx.compile_fx_inner(copied(candidate), example_inputs, **more)
             if not recorder.found:
                 raise Unsupported("a step that computes nothing", "there is nothing to lower")

@@ -168,23 +168,47 @@ def _nodes(results: Sequence[Any]) -> list[Node]:
     return [x for x in results if isinstance(x, Node)]
 
 
-def extract(joint: GraphModule, outputs: int, saved: Sequence[str]) -> Pair:
+def extract(joint: GraphModule, outputs: int, saved: Sequence[str], needed: Collection[str] = ()) -> Pair:
     """The partition that saves the nodes of these names, and what draws random numbers, and computes again whatever
-    else the backward pass needs, each node right before its first use. Raises
-    ``Unsupported`` where that would draw random numbers twice."""
+    else the backward pass needs, each node right before its first use. What is ``needed`` of it is saved where this
+    backward pass does not read it, too: another one will. Raises ``Unsupported`` where that would draw random numbers
+    twice."""
     from torch._functorch import partitioners
 
     gm = copied(joint)
+    more = _also_returned(gm, needed)
     names = {*saved, *(part.name for n in gm.graph.nodes if draws(n) for part in [n, *_parts(n)])}
     nodes = [n for n in gm.graph.nodes if n.name in names]
     nodes.sort(key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
     forward, backward = partitioners._extract_fwd_bwd_modules(gm, nodes, [], num_fwd_outputs=outputs)
+    _not_returned(backward, more)
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     pair = Pair(partitioners.raise_getitems(forward), partitioners.raise_getitems(backward), outputs)
-    for node in pair.backward.graph.nodes:
+    for node in (*pair.forward.graph.nodes, *pair.backward.graph.nodes):
         node.meta[ORIGIN] = origin(node)
     _inputs_in_order(pair)
     return _checked(pair)
+
+
+def _also_returned(gm: GraphModule, names: Collection[str]) -> int:
+    """Makes the nodes of these names results of the backward pass, the last ones, and gives their number."""
+    (end,) = gm.graph.find_nodes(op="output")
+    nodes = [n for n in gm.graph.nodes if n.name in names]
+    end.args = ((*end.args[0], *nodes),)
+    if end.meta.get("desc") is not None:
+        end.meta["desc"] = [*end.meta["desc"], *[None] * len(nodes)]
+    return len(nodes)
+
+
+def _not_returned(gm: GraphModule, count: int) -> None:
+    """Takes the last results of a pass away."""
+    if not count:
+        return
+    (end,) = gm.graph.find_nodes(op="output")
+    end.args = (end.args[0][:-count],)
+    if end.meta.get("desc") is not None:
+        end.meta["desc"] = end.meta["desc"][:-count]
+    gm.recompile()
 
 
 def _parts(node: Node) -> list[Node]:
@@ -222,12 +246,15 @@ def origin(node: Node) -> str:
     return str(node.meta.get(ORIGIN, node.name))
 
 
-def as_planned(backward: GraphModule) -> dict[str, Any]:
-    """Inductor's settings for a backward pass. Where a convolution of the forward pass is computed again in it,
-    Inductor would turn the inputs of all of them to channels-last, as it does not in a backward pass without one: for
-    gradients of depthwise convolutions oneDNN then takes many times the workspace. A pass of ours keeps layouts."""
-    ours = any(ORIGIN in n.meta for n in backward.graph.nodes)
-    return {"layout_optimization": False} if ours else {}
+def as_planned(graph: GraphModule, *, backward: bool) -> dict[str, Any]:
+    """Inductor's settings for a graph of ours. It gives buffers back as soon as nobody reads them: Inductor keeps
+    them for later ones of the same size as far as its own estimate of the peak allows; an arena has places for all.
+    Where a convolution of the forward pass is computed again in the backward pass, Inductor would turn the inputs of
+    all of them to channels-last, as it does not in a backward pass without one: for gradients of depthwise
+    convolutions oneDNN then takes many times the workspace. Layouts stay there."""
+    if not any(ORIGIN in n.meta for n in graph.graph.nodes):
+        return {}
+    return {"allow_buffer_reuse": False, **({"layout_optimization": False} if backward else {})}
 
 
 def _checked(pair: Pair) -> Pair:

@@ -28,7 +28,7 @@ from tightship.simulate import replay
 
 __all__ = [
     "FusedJoint", "Fusing", "Writing", "between_blocks", "fuse", "is_pointwise", "is_reduction", "is_view",
-    "place_of", "tensors_of", "with_excess",
+    "place_of", "tensors_of", "with_excess", "with_workspaces",
 ]  # fmt: skip
 
 _LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
@@ -38,6 +38,12 @@ _LIKE_POINTWISE = (
     "aten.clone.default", "aten.embedding.default", "aten.index.Tensor", "aten.gather.default",
     "aten.constant_pad_nd.default", "aten._to_copy.default",
 )  # fmt: skip
+
+
+_INDEXED = (
+    "aten.embedding.default", "aten.index.Tensor", "aten.gather.default", "aten.constant_pad_nd.default",
+)  # fmt: skip
+"""Of those, what reads elements at other places than it writes to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +63,8 @@ class FusedJoint:
         """Whether a node is of the backward pass."""
         return node in self.late
 
-    def saved(self, plan: Plan) -> tuple[str, ...]:
-        """The nodes that cross the boundary: what its backward pass reads before it makes it, and the inputs."""
+    def needed(self, plan: Plan) -> tuple[str, ...]:
+        """The nodes that have to cross the boundary: what its backward pass reads before it makes it."""
         uses, steps = self.graph.uses, plan.steps
         at = next(k for k, s in enumerate(steps) if s.kind == "compute" and s.op == self.boundary)
         there: set[int] = set(uses.defines[self.boundary])
@@ -67,7 +73,11 @@ class FusedJoint:
             if step.kind in ("compute", "recompute"):
                 needed.update(dict.fromkeys(s for s in uses.reads[step.op] if s not in there))
                 there.update(uses.defines[step.op] if step.kind == "compute" else step.storages)
-        return (*self.primals, *(self.nodes[s] for s in sorted(needed) if s in self.nodes))
+        return tuple(self.nodes[s] for s in sorted(needed) if s in self.nodes)
+
+    def saved(self, plan: Plan) -> tuple[str, ...]:
+        """The nodes that may cross the boundary: those, and the inputs."""
+        return (*self.primals, *self.needed(plan))
 
     def ordered(self, plan: Plan, pair: compat_inductor.Pair) -> compat_inductor.Pair:
         """``pair``, which saves what `saved` says, with the backward pass as the plan has it: its order, and a copy
@@ -128,6 +138,14 @@ def with_excess(
     return graph.with_ops(tuple(ops))
 
 
+def with_workspaces(graph: Graph, calls: Mapping[int, Node], nbytes: Mapping[str, int]) -> Graph:
+    """``graph`` whose ops have these workspaces, by node."""
+    ops = list(graph.ops)
+    for k, node in calls.items():
+        ops[k] = replace(ops[k], workspace=max(ops[k].workspace, nbytes.get(node.name, 0)))
+    return graph.with_ops(tuple(ops))
+
+
 def _runs(step: Step) -> bool:
     return step.kind in ("compute", "recompute")
 
@@ -166,20 +184,26 @@ class Writing:
         at = next(k for k, s in enumerate(steps) if s.kind == "compute" and s.op == joint.boundary)
         for step in steps[at + 1 :]:
             if step.kind == "free" and step.form == "full":
-                for s in step.storages:
-                    self.there.pop(self.named[joint.nodes[s]], None)
+                self.gone(self.named[joint.nodes[s]] for s in step.storages)
             elif step.kind in ("compute", "recompute"):
                 op = graph.ops[step.op]
                 if step.kind == "recompute" and not op.pure:
                     raise Unsupported(f"computing {op.name} in the backward pass", "it must happen once")
                 kept = graph.uses.defines[step.op] if step.kind == "compute" else step.storages
                 self.op(joint.calls[step.op], {joint.nodes[s] for s in kept})
+                self.gone(self.named[joint.nodes[s]] for s, _ in step.reuses)
         (old,) = self.pair.backward.graph.find_nodes(op="output")
         (results,) = call.graph.find_nodes(op="output")
         given = torch.utils._pytree.tree_leaves(results.args[0])[self.pair.outputs :]
         out = self.fx.output(tuple(self.read(x) if isinstance(x, Node) else x for x in given))
         out.meta = dict(old.meta)
         return self.fx
+
+    def gone(self, nodes: Iterable[Node]) -> None:
+        """The nodes' tensors are there no more: what comes after them is not computed before."""
+        for node in nodes:
+            self.there.pop(node, None)
+            self.segment += 1
 
     def op(self, node: Node, kept: set[str]) -> None:
         if not is_pointwise(node) and not is_reduction(node):
@@ -352,9 +376,34 @@ class Fusing:
             Op(
                 self.builder.op_name(n.name), str(n.target), tuple(reads), outs, random=compat_inductor.draws(n),
                 effect=effect, time=seconds, flops=flops, phase=phase, source=place_of(n),
+                overwrites=self._overwrites(n),
             )
         )  # fmt: skip
         self.ops[at] = n
+
+    def _overwrites(self, n: Node) -> tuple[tuple[int, int], ...]:
+        """``Op.overwrites``: fused code writes a pointwise result over what it reads element by element and nothing
+        needs any more."""
+        if n not in self.value or not is_pointwise(n) or str(n.target) in _INDEXED:
+            return ()
+        made = self.builder.storage_of(self.value[n])
+        alike: dict[int, bool] = {}
+        seen: set[tuple[Node, bool]] = set()
+        stack = [(a, True) for a in n.all_input_nodes]
+        while stack:
+            at = stack.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            m, same = at
+            if m in self.value:
+                s = self.builder.storage_of(self.value[m])
+                ours = m.op == "call_function" and _like(m, n)
+                alike[s] = alike.get(s, True) and same and ours
+            elif m not in self.exists or m.target is operator.getitem:
+                same = same and (is_view(m) or is_pointwise(m)) and str(m.target) not in _INDEXED
+                stack.extend((a, same) for a in m.all_input_nodes)
+        return tuple((s, made) for s, same in alike.items() if same)
 
     def _cost(self, n: Node, reads: dict[int, None], outs: Sequence[int]) -> tuple[int, float]:
         flops = 0
@@ -447,6 +496,12 @@ def is_reduction(n: Node) -> bool:
 def tensors_of(n: Node) -> list[torch.Tensor]:
     val = n.meta.get("val")
     return [val] if isinstance(val, torch.Tensor) else []
+
+
+def _like(a: Node, b: Node) -> bool:
+    """Whether two nodes' tensors are of one type and as many bytes."""
+    rows = [[(t.dtype, _nbytes(t)) for t in tensors_of(n)] for n in (a, b)]
+    return rows[0] == rows[1]
 
 
 def _nbytes(t: torch.Tensor) -> int:

@@ -202,8 +202,7 @@ class _WritingStep:
             write.there[old] = new
         for s in self.plan.steps:
             if s.kind == "free" and s.form == "full":
-                for k in s.storages:
-                    write.there.pop(named[step.nodes[k]], None)
+                write.gone(named[step.nodes[k]] for k in s.storages)
             elif s.kind in ("compute", "recompute"):
                 node = step.calls[s.op]
                 if node in step.together:
@@ -211,6 +210,7 @@ class _WritingStep:
                     continue
                 kept = graph.uses.defines[s.op] if s.kind == "compute" else s.storages
                 write.op(node, {step.nodes[k] for k in kept})
+                write.gone(named[step.nodes[k]] for k, _ in s.reuses)
         (old,) = step.gm.graph.find_nodes(op="output")
         write.segment += 1
         write.fx.output(torch.fx.map_arg(old.args[0], write.read)).meta = dict(old.meta)
