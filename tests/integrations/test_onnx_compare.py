@@ -21,8 +21,16 @@ from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
 from tightship.integrations import onnx_compare
 from tightship.integrations.onnx_compare import Sessions, Use, compared, feeds_of, read_feeds, write_best
-from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION
-from tightship.integrations.onnxruntime import AS_IT_IS, PLANNED, measure, optimized, portable, session
+from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION, write_model
+from tightship.integrations.onnxruntime import (
+    AS_IT_IS,
+    PLANNED,
+    measure,
+    optimized,
+    portable,
+    random_feeds,
+    session,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -67,6 +75,25 @@ def test_what_the_optimizer_makes_is_planned_and_runs_as_planned(tmp_path):
     default = ort.InferenceSession(str(original.model.path)).run(None, feeds)
     for a, b in zip(default, session(tmp_path / "out.onnx").run(None, feeds), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_results_are_written_over_inputs_of_sizes_that_the_runtime_cannot_infer(tmp_path):
+    """It does so where it knows that both have one shape: the written file says so, and runs at other sizes, too."""
+    nodes = [node("Shape", ["y"], ["shape"]), node("Mul", ["shape", "once"], ["to"])]
+    nodes += [node("Expand", ["one", "to"], ["a"]), node("Softmax", ["a"], ["b"])]
+    nodes += [node("Sigmoid", ["b"], ["c"]), node("ReduceSum", ["c"], ["out"])]
+    x, y = value("one", [1, 1]), value("y", ["rows", "columns"])
+    model = made(nodes, [x, y], [value("out", None)], [tensor("once", np.array([1, 1]))])
+    path, out = saved(tmp_path, model), tmp_path / "out.onnx"
+    program = lower(read(path), "rows=64,columns=512")
+    plan = api.plan_graph(program.graph).plan
+    write_model(program, plan, out)
+    feeds = random_feeds(path, {"one": (1, 1), "y": (64, 512)})
+    ran, before = measure(out, feeds), measure(path, feeds)
+    assert ran.peak <= plan.peak - program.graph.static_bytes < before.peak
+    assert np.array_equal(ran.outputs[0], before.outputs[0])
+    other = random_feeds(path, {"one": (1, 1), "y": (3, 8)})
+    assert np.array_equal(measure(out, other).outputs[0], measure(path, other).outputs[0])
 
 
 @pytest.mark.parametrize("level", ["basic", "extended", "all"])

@@ -35,6 +35,17 @@ def graph(build: Callable[[Any, Any], Any], *, frames: bool = False) -> Any:
         v1.enable_control_flow_v2()
 
 
+def lowered(build: Callable[[Any, Any], Any]) -> Any:
+    """The GraphDef as freezing leaves it: a Case is switches of as many results as it has branches."""
+    x, p = tf.TensorSpec((64, 64), tf.float32, "x"), tf.TensorSpec((), tf.bool, "p")
+
+    def whole(x: Any, p: Any) -> Any:
+        return tf.identity(tf.reduce_sum(build(x, p), 1), name="out")
+
+    frozen = convert_variables_to_constants_v2(tf.function(whole).get_concrete_function(x, p))
+    return frozen.graph.as_graph_def(add_shapes=True)
+
+
 def branch(x: Any, p: Any) -> Any:
     y = tf.cond(p, lambda: tf.tanh(x @ x) + 1.0, lambda: tf.sigmoid(x) * 2.0)
     return tf.tanh(y) @ x
@@ -56,6 +67,12 @@ def called(x: Any, p: Any) -> Any:
     )[1]
 
 
+def cases(x: Any, p: Any) -> Any:
+    which = tf.cast(p, tf.int32) * 2
+    y = tf.switch_case(which, [lambda: x + 1.0, lambda: tf.exp(x) @ x, lambda: tf.tanh(x @ x) * x])
+    return tf.sin(y) @ x
+
+
 def lists(x: Any, p: Any) -> Any:
     array = tf.TensorArray(tf.float32, 8).unstack(tf.reshape(x, (8, 8, 64)))
     made = tf.TensorArray(tf.float32, 8)
@@ -75,6 +92,7 @@ MODELS = {
     "nested frames": lambda: graph(nested, frames=True),
     "calls": lambda: graph(called),
     "lists": lambda: graph(lists),
+    "cases of _SwitchN": lambda: lowered(cases),
 }
 
 

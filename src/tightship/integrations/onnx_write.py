@@ -20,7 +20,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.files import PathLike, part_of, unwritable
 from tightship.frontends.onnx.load import LARGEST_FILE, Model, bodies, external, stamp, tensors
 from tightship.frontends.onnx.lower import Program
-from tightship.frontends.onnx.types import viewed
+from tightship.frontends.onnx.types import IN_PLACE, element_type, may_overwrite, viewed
 from tightship.frontends.onnx.wire import fattened, held
 from tightship.plan import Plan, Step
 from tightship.serde import dumps_plan
@@ -287,7 +287,46 @@ def _rearranged(program: Program, nodes: list[Any], plan: Plan, offsets: dict[st
     for key, value in notes:
         proto.metadata_props.add(key=key, value=value)
     _rank(proto, program)
+    _name_dimensions(proto, program)
     return proto
+
+
+def _name_dimensions(proto: Any, program: Program) -> None:
+    """Say of a result that onnxruntime may write over an input that both have one shape. It does so only where it
+    knows that, and of sizes which it cannot infer it knows nothing unless they have names."""
+    values = {v.name: v for v in program.graph.values}
+    made = {n for node in proto.graph.node for n in node.output}
+    infos = {x.name: x for x in (*proto.graph.value_info, *proto.graph.output)}
+    for node in proto.graph.node:
+        for i in may_overwrite(node, IN_PLACE[0]):
+            pair = [values.get(n) for n in (node.input[i], node.output[0])]
+            one, other = pair
+            if one is None or other is None or one.shape != other.shape or one.name not in made:
+                continue
+            for v in (one, other):
+                if v.name not in infos:
+                    infos[v.name] = proto.graph.value_info.add(name=v.name)
+                    infos[v.name].type.tensor_type.elem_type = element_type(v.dtype)
+            _one_shape(infos[one.name], infos[other.name], len(one.shape))
+
+
+def _one_shape(given: Any, made: Any, rank: int) -> None:
+    """Give two values the same dimensions, those of unknown size by names of their own."""
+    rows = []
+    for info in (given, made):
+        info.type.tensor_type.shape.SetInParent()
+        dims = info.type.tensor_type.shape.dim
+        while len(dims) < rank:
+            dims.add()
+        rows.append(dims)
+    for axis, (a, b) in enumerate(zip(*rows, strict=True)):
+        known = next((d.dim_value for d in (a, b) if d.HasField("dim_value")), None)
+        name = next((d.dim_param for d in (a, b) if d.dim_param), f"tightship.{given.name}.{axis}")
+        for d in (a, b):
+            if known is None:
+                d.dim_param = name
+            else:
+                d.dim_value = known
 
 
 def _rank(proto: Any, program: Program) -> None:

@@ -25,7 +25,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.files import write_file
 from tightship.frontends.tensorflow.functions import acyclic, alive_when, frames_of
 from tightship.frontends.tensorflow.lower import Loop, Program, Turn, lower
-from tightship.frontends.tensorflow.nodes import Node, Web, forwarded, name_of
+from tightship.frontends.tensorflow.nodes import SWITCHES, Node, Web, forwarded, name_of
 from tightship.plan import Plan, Step
 
 __all__ = ["COPIES", "accumulated", "planned_graph", "write_graph"]
@@ -74,8 +74,8 @@ def _described(proto: Any, node: Node, kind: int, shape: tuple[int, ...], variab
         proto.attr["validate_shape"].b = False
 
 
-_CONTROL: Final = frozenset(
-    "Enter RefEnter Exit RefExit NextIteration RefNextIteration Merge RefMerge Switch RefSwitch LoopCond".split()
+_CONTROL: Final = SWITCHES | frozenset(
+    "Enter RefEnter Exit RefExit NextIteration RefNextIteration Merge RefMerge LoopCond".split()
 )
 
 

@@ -25,6 +25,10 @@ def storage_of(graph, name):
     return next(v.storage for v in graph.values if v.name == name)
 
 
+def shape_of(graph, name):
+    return next(v.shape for v in graph.values if v.name == name)
+
+
 def peak(graph):
     return replay(graph, baseline(graph)).peak - graph.static_bytes
 
@@ -253,6 +257,41 @@ def test_types_without_a_size_are_named(tmp_path):
     nodes = [node("SequenceConstruct", ["x", "x"], ["s"]), node("ConcatFromSequence", ["s"], ["out"], axis=0)]
     with pytest.raises(Unsupported, match="s, a sequence"):
         graph_of(tmp_path, made(nodes, [value("x", [2])], [value("out", None)]))
+
+
+def test_ops_that_are_functions_of_others_have_sizes(tmp_path):
+    """onnx has no inference of their own for these, which exporters write for masks."""
+    for op in ("GreaterOrEqual", "LessOrEqual"):
+        model = made([node(op, ["x", "y"], ["m"])], [value("x", ["n", 8]), value("y", [1])], [], opset=14)
+        model.graph.output.append(onnx.ValueInfoProto(name="m"))
+        assert shape_of(graph_of(tmp_path, model, "n=3"), "m") == (3, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "made_of"),
+    [
+        ("ArrayFeatureExtractor", {}, (5, 2)),
+        ("Scaler", {"offset": [0.0], "scale": [2.0]}, (5, 4)),
+        ("Normalizer", {"norm": "L2"}, (5, 4)),
+        ("LinearRegressor", {"coefficients": [0.5] * 12, "targets": 3}, (5, 3)),
+    ],
+)
+def test_ops_of_classical_learning_have_sizes(tmp_path, op, attributes, made_of):
+    pytest.importorskip("onnxruntime")
+    names = ["x", "at"] if op == "ArrayFeatureExtractor" else ["x"]
+    asked = node(op, names, ["y"], domain="ai.onnx.ml", **attributes)
+    model = made([asked], [value("x", ["n", 4])], [value("y", None)], [tensor("at", np.array([0, 2]))])
+    model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    assert shape_of(graph_of(tmp_path, model, "n=5"), "y") == made_of
+
+
+def test_what_is_made_of_strings_is_refused_by_their_name(tmp_path):
+    asked = node("Tokenizer", ["text"], ["words"], domain="com.microsoft", mark=0, pad_value="#")
+    model = made([asked], [value("text", ["n"], TensorProto.STRING)], [value("out", None)])
+    model.graph.node.append(node("Cast", ["words"], ["out"], to=FLOAT))
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    with pytest.raises(UnknownSize, match="'text': elements of type string have no fixed size"):
+        graph_of(tmp_path, model, "n=4")
 
 
 def test_elements_below_a_byte_are_packed(tmp_path):

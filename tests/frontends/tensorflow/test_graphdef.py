@@ -156,6 +156,19 @@ def test_text_meta_and_saved_models_are_read(tmp_path: Path) -> None:
     assert len(sources.read_graphdef(saved(tmp_path, whole, "saved_model.pb")).graph.ops) < len(graph.ops)
 
 
+def test_what_a_saved_model_serves_is_fetched(tmp_path: Path) -> None:
+    """Not what saves and restores its variables, whose sizes nobody knows."""
+    module = tf.Module()
+    module.w = tf.Variable(tf.ones((8, 8)))
+    given = tf.TensorSpec((4, 8), tf.float32, "x")
+    served = tf.function(lambda x: {"y": tf.tanh(x @ module.w)}).get_concrete_function(given)
+    tf.saved_model.save(module, str(tmp_path), signatures=served)
+    source = sources.read_graphdef(str(tmp_path / "saved_model.pb"))
+    assert source.fetch == ("StatefulPartitionedCall",)
+    assert any(op.target == "Tanh" for op in source.graph.ops)
+    assert not any("Restore" in op.target for op in source.graph.ops)
+
+
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "wrong.pb"
     for data in (b"", b"\xff" * 50, b"\x0a\x7f", b"\x08\x01", b"not a graph"):

@@ -2,7 +2,8 @@
 
 The runtime's optimizer makes such ops (``com.microsoft``, ``com.microsoft.nchwc``), and exporters write some. Their
 schemas are in the runtime alone, so it is asked: a model of that one node, with inputs of the known types, is loaded.
-Nothing is run.
+Only ops of trees, vectors and scalers (``ai.onnx.ml``) are run, on zeros: nothing says how large their results are,
+which depends on their inputs' sizes alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import onnx
 
 from tightship.frontends.onnx.types import TensorType
 
-__all__ = ["results"]
+__all__ = ["LEARNING", "results"]
+
+LEARNING: Final = "ai.onnx.ml"
+"""The domain of classical machine learning."""
 
 _MOST: Final = 1 << 28
 """Bytes of weights that are made up for a node, at most."""
@@ -97,6 +101,9 @@ def _of_session(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     made = [_type(o.type, o.shape) for o in session.get_outputs()]
+    if node.domain == LEARNING and sum(math.prod(s) for _, _, s in inputs) <= _MOST // 8:
+        ran = session.run(None, {n: _zeros(t, s) for n, t, s in inputs})
+        made = [t and TensorType(t.dtype, np.shape(x)) for t, x in zip(made, ran, strict=True)]
     found = iter([t or TensorType(0) for t in made])
     return tuple(next(found) if n else TensorType(0) for n in node.output)
 

@@ -193,6 +193,10 @@ class _Walk:
             if t.known and any(n < 0 for n in t.sizes):
                 raise BadInput(f"negative dimension in the shape {t.sizes} of {name!r}", place=where)
             if not t.dtype:
+                for given, text in zip(names, inputs, strict=True):
+                    nbytes_of(
+                        TensorType(text.dtype, ()), f"{self.place}: value {given!r}"
+                    )  # a string has none
                 raise UnknownSize(f"unknown type of the value {name!r}", place=where)
             scope.types[name] = t
             settled.append(t)
@@ -253,7 +257,8 @@ class _Walk:
         if found and found[0].shape is None and node.op_type in _LIKE_FIRST and node.input:
             like = self._known(scope, node.input[0], where)
             found[0] = TensorType(found[0].dtype or like.dtype, like.shape)
-        if onnx.defs.has(node.op_type, version, domain) or all(t.known for t in found):
+        standard_ml = domain == contrib.LEARNING
+        if all(t.known for t in found) or (onnx.defs.has(node.op_type, version, domain) and not standard_ml):
             return found
         names = [n for n in node.input if n]
         values = {n: v for n in names if (v := scope.value(n)) is not None}
@@ -285,7 +290,17 @@ class _Walk:
         ) as error:
             said = " ".join(str(error).split())
             raise BadInput(f"inconsistent inputs or attributes: {said}", place=where) from error
+        if schema.has_function and not schema.has_type_and_shape_inference_function:
+            found = self._by_function(node, domain, inputs)
         return {n: type_of(t, f"{where}: {n}") for n, t in found.items() if t.WhichOneof("value")}
+
+    def _by_function(self, node: Any, domain: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Result types of an op that has a function in place of an inference of its own."""
+        given = [onnx.ValueInfoProto(name=n, type=t) for n, t in inputs.items()]
+        made = [onnx.ValueInfoProto(name=n) for n in node.output if n]
+        graph = onnx.helper.make_graph([node], "node", given, made)
+        model = onnx.helper.make_model(graph, opset_imports=self.imports, ir_version=8)
+        return {o.name: o.type for o in shape_inference.infer_shapes(model).graph.output}
 
     # --- nodes with graphs inside ---
 

@@ -260,14 +260,7 @@ class _Lowering:
             return max(b.flops for b in bodies), 0
         if node.op_type == "Loop":
             return self._loop_cost(node, bodies[0])
-        scans = next((int(a.i) for a in node.attribute if a.name == "num_scan_inputs"), 0)
-        states = len(node.input) - scans
-        carried = sum(self._size(n) for n in node.input[:states] if n)
-        axes = next((list(a.ints) for a in node.attribute if a.name == "scan_input_axes"), [0])
-        length = self._type(node.input[states]).sizes[axes[0]]
-        # What is carried is read from one buffer and written into another; the first turn reads what is given, the
-        # last one writes the result.
-        return length * bodies[0].flops, min(max(length - 1, 0), 2) * carried
+        return self._scan_cost(node, bodies[0])
 
     def _loop_cost(self, node: Any, body: _Body) -> tuple[int, int]:
         count = self.scope.value(node.input[0]) if node.input[0] else None
@@ -275,10 +268,27 @@ class _Lowering:
         states = max(0, len(node.input) - 2)
         carried = sum(self._size(n) for n in node.input[2:] if n)
         slices = sum(self._size(n) for n in node.output[states:] if n)
-        inner = max(0, replay(body.graph, baseline(body.graph)).peak - body.graph.static_bytes)
+        inner = _needs(body.graph)
         # While a turn runs there is what the turn before it made, and single turns' slices; in the end, when turns
         # have no needs of their own any more, the slices are joined.
         return max(trips, 1) * body.flops, max(carried, slices - inner) + _COUNTERS
+
+    def _scan_cost(self, node: Any, body: _Body) -> tuple[int, int]:
+        given = {a.name: a for a in node.attribute}
+        scans = int(given["num_scan_inputs"].i) if "num_scan_inputs" in given else 0
+        states = len(node.input) - scans
+        carried = sum(self._size(n) for n in node.input[:states] if n)
+        axes = list(given["scan_input_axes"].ints) if "scan_input_axes" in given else [0] * scans
+        sizes = self._type(node.input[states]).sizes
+        length = sizes[axes[0]]
+        # Along another dimension than the first the runtime scans a transposed copy, and joins results in one.
+        copies = sum(self._size(n) for n, a in zip(node.input[states:], axes, strict=False) if a)
+        turned = list(given["scan_output_axes"].ints) if "scan_output_axes" in given else []
+        joined = sum(self._size(n) for n, a in zip(node.output[states:], turned, strict=False) if n and a)
+        # What is carried is read from one buffer and written into another; the first turn reads what is given, the
+        # last one writes the result.
+        held = min(max(length - 1, 0), 2) * carried
+        return length * body.flops, copies + max(held, joined - _needs(body.graph))
 
     def _body(self, scope: Scope, owner: str) -> _Body:
         low = _Lowering(scope, self.place, self.settings, inner=True)
@@ -295,6 +305,11 @@ class _Lowering:
             self.adopted[own] = low._type(name)
             self.constants.add(own)
         return own
+
+
+def _needs(graph: Graph) -> int:
+    """Bytes that a graph inside a node makes at most, beyond what it is given."""
+    return max(0, replay(graph, baseline(graph)).peak - graph.static_bytes)
 
 
 def _is_constant(node: Any) -> bool:

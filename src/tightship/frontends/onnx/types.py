@@ -27,6 +27,7 @@ __all__ = [
     "Shapes",
     "TensorType",
     "bits_of",
+    "element_type",
     "flops_of",
     "is_random",
     "may_overwrite",
@@ -74,6 +75,11 @@ class TensorType:
         """The element type as people know it: ``float32``, ``int64``."""
         text = _NAMES.get(self.dtype, "unknown")
         return _TORCH.get(text, text.lower())
+
+
+def element_type(name: str) -> int:
+    """The number of an element type that `TensorType.name` names."""
+    return next(number for number, text in _NAMES.items() if _TORCH.get(text, text.lower()) == name)
 
 
 def bits_of(dtype: int, place: str) -> int:

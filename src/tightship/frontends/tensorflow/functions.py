@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph_def
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.tensorflow.nodes import in_order, name_of
+from tightship.frontends.tensorflow.nodes import SWITCHES, in_order, name_of
 
 __all__ = ["BRANCHES", "LOOPS", "Body", "Frame", "Library", "acyclic", "alive_when", "frames_of", "inlined"]
 
@@ -286,7 +286,7 @@ def alive_when(proto: Any) -> dict[str, frozenset[tuple[str, int]]]:
         for text in node.input:
             source = name_of(text)
             sides = found.get(source, frozenset())
-            if nodes[source].op in ("Switch", "RefSwitch") and not text.startswith("^"):
+            if nodes[source].op in SWITCHES and not text.startswith("^"):
                 sides |= {(nodes[source].input[1], int(text.partition(":")[2] or 0))}
             given.append((sides, text.startswith("^")))
         if node.op in _MERGES:

@@ -84,7 +84,8 @@ _TO_TENSOR, _CONTENT = (1, 5, 2, 8), 4  # field numbers: node, attr, value, tens
 
 @dataclass(frozen=True)
 class GraphFile:
-    """A graph as it was read from ``path``; ``fetch``: what a MetaGraph says is run (its ``train_op``)."""
+    """A graph as it was read from ``path``; ``fetch``: what a MetaGraph says is run (its ``train_op``, or
+    the results of its signature ``serving_default``)."""
 
     path: Path
     proto: Any
@@ -125,7 +126,11 @@ def _parsed(data: bytes, place: str) -> tuple[Any, tuple[str, ...]]:
 
 
 def _of_meta(meta: Any) -> tuple[Any, tuple[str, ...]]:
-    names = meta.collection_def["train_op"].node_list.value if "train_op" in meta.collection_def else ()
+    if "train_op" in meta.collection_def:
+        names = list(meta.collection_def["train_op"].node_list.value)
+    else:  # not what saves and restores: the results of what is served
+        served = meta.signature_def.get("serving_default")
+        names = [] if served is None else [served.outputs[k].name for k in sorted(served.outputs)]
     return meta.graph_def, tuple(dict.fromkeys(map(name_of, names)))
 
 

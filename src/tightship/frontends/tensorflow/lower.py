@@ -24,6 +24,7 @@ from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import (
     FEEDS,
     HANDLES,
+    SWITCHES,
     Node,
     Web,
     caller_kind,
@@ -494,7 +495,7 @@ def _kept(body: Called, low: _Lowering) -> dict[int, int]:
 def _merge_of(entries: Mapping[str, Any], leaving: str) -> str:
     """The Merge whose value an Exit hands out."""
     switch = entries[name_of(entries[leaving].input[0])]
-    return name_of(switch.input[0]) if switch.op in ("Switch", "RefSwitch") else ""
+    return name_of(switch.input[0]) if switch.op in SWITCHES else ""
 
 
 def _condensed(

@@ -17,6 +17,7 @@ from tightship.errors import BadInput
 __all__ = [
     "FEEDS",
     "HANDLES",
+    "SWITCHES",
     "VARIABLES",
     "Node",
     "Web",
@@ -117,9 +118,12 @@ FEEDS: Final = frozenset("Placeholder PlaceholderV2 PlaceholderWithDefault".spli
 VARIABLES: Final = frozenset("Variable VariableV2".split())
 HANDLES: Final = frozenset("VarHandleOp VarHandlesOp".split())
 
-_FORWARD: Final = frozenset(
+SWITCHES: Final = frozenset("Switch RefSwitch _SwitchN".split())
+"""Kinds that hand their first input to one of their results, which the second says."""
+
+_FORWARD: Final = SWITCHES | frozenset(
     "Identity IdentityN RefIdentity Snapshot StopGradient PreventGradient CheckNumerics EnsureShape Reshape Squeeze "
-    "ExpandDims Bitcast Switch RefSwitch Enter RefEnter NextIteration RefNextIteration LoopCond ReadVariableOp "
+    "ExpandDims Bitcast Enter RefEnter NextIteration RefNextIteration LoopCond ReadVariableOp "
     "DestroyTemporaryVariable".split()
 )
 """Kinds whose results are their inputs' bytes."""
