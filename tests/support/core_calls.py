@@ -224,10 +224,21 @@ def refused_calls() -> Iterator[Call]:
     yield Call("PartPlacer.exhaust", exhaust, {"start": np.arange(6) * 1024} | numbers)
 
 
+def free_calls() -> Iterator[Call]:
+    """Edges of which there may be any number."""
+    one = np.array([0], np.int32)
+    cuts = _core.Cuts(nodes=2, tail=one, head=one + 1, capacity=np.array([3]), source=0, sink=1, switches=1)
+    yield Call("Cuts.value", partial(cuts.value, np.array([], np.uint8)), {"free": np.array([0])})
+
+
 def cut_calls() -> Iterator[Call]:
     arguments = {"nodes": 4, "source": 0, "sink": 3, "capacity": np.array([3, 2, 4, 1])}
     edges = {"tail": np.array([0, 0, 1, 2], np.int32), "head": np.array([1, 2, 3, 3], np.int32)}
     yield Call("min_cut", _core.min_cut, arguments | edges | {"seconds": 1.0})
+    yield Call("Cuts", _core.Cuts, arguments | edges | {"switches": 3})
+    cuts = _core.Cuts(**arguments, **edges, switches=3)  # whose last edge is a switch
+    opened = partial(cuts.value, free=np.array([0]))
+    yield Call("Cuts.value", opened, {"open": np.array([1], np.uint8)})
     reach = partial(_core.reached, np.array([0], np.int32))  # of which there may be any number
     yield Call("reached", reach, {"edges": (np.array([0, 1, 2, 2]), np.array([1, 2], np.int32))})
 
@@ -377,7 +388,15 @@ def copy_calls() -> Iterator[Call]:
 
 
 CALLS = (*engine_calls(), *placement_calls(), *cut_calls())
-HARMLESS = (*CALLS, *refused_calls(), *graph_calls(), *record_calls(), *pickle_calls(), *copy_calls())
+HARMLESS = (
+    *CALLS,
+    *refused_calls(),
+    *free_calls(),
+    *graph_calls(),
+    *record_calls(),
+    *pickle_calls(),
+    *copy_calls(),
+)
 
 
 def wrong_texts(value: str | bytes) -> Iterator[tuple[str, Any]]:
