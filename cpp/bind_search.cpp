@@ -156,7 +156,8 @@ nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const A
 Cuts* cuts_of(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
               i32 source, i32 sink, i64 switches) {
     const Network network = network_of(nodes, tail, head, capacity, source, sink);
-    check::number("switches", switches, 0, static_cast<i64>(network.tail.size()), "must be an edge, or the end");
+    check::number("switches", switches, 0, static_cast<i64>(network.tail.size()),
+                  "must be an edge, or the end");
     check::within("capacity", capacity, 0, Network::kEndless, "must be from 0 to 2^60");
     return new Cuts(nodes, network, source, sink, switches);
 }
@@ -402,9 +403,11 @@ void bind_search(nb::module_& m) {
         "Capacity of a minimum cut, and which nodes are on the source's side; after so many seconds something that "
         "no cut is below, and no nodes.");
     nb::class_<Cuts>(m, "Cuts", "Minimum cuts of a network of which little changes from one to the next.")
-        .def(nb::new_(&cuts_of), "nodes"_a, "tail"_a, "head"_a, "capacity"_a, "source"_a, "sink"_a, "switches"_a)
-        .def("value", &value_of, "open"_a, "free"_a,
-             "Capacity of a minimum cut with some switches open, without the capacity of the edges that are free.");
+        .def(nb::new_(&cuts_of), "nodes"_a, "tail"_a, "head"_a, "capacity"_a, "source"_a, "sink"_a,
+             "switches"_a)
+        .def(
+            "value", &value_of, "open"_a, "free"_a,
+            "Capacity of a minimum cut with some switches open, without the capacity of the edges that are free.");
     m.def("reached", &reached_of, "start"_a, "edges"_a,
           "Which nodes edges lead to from a start, or from one that is reached.");
     nb::class_<Engine>(m, "Engine")

@@ -27,9 +27,10 @@ struct Cut {
     bool complete = true;            // false: the watch stopped it, and `near` is empty
 };
 
-// Minimum cuts, one after the other, of a network of which little changes: the last edges, from `switches` on,
-// are open (endless) or closed (0), and some others have no capacity for one cut alone. A flow is kept, and
-// what runs along an edge that loses its capacity finds another way or goes back (Ahuja, Magnanti, Orlin 1993).
+// Minimum cuts, one after the other, of a network of which little changes: the last edges, from `switches`
+// on, are open (endless) or closed (0), and some others have no capacity for one cut alone. A flow is kept,
+// and what runs along an edge that loses its capacity finds another way or goes back (Ahuja, Magnanti, Orlin
+// 1993).
 class Cuts {
   public:
     Cuts(i32 nodes, const Network& network, i32 source, i32 sink, i64 switches);
