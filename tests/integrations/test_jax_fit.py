@@ -233,6 +233,18 @@ def test_nodes_of_a_tree_may_take_arrays_only(jitted, budget) -> None:
         assert same(fitted(weights(), scale, X, times=3), jax.jit(step)(weights(), scale, X, 3))
 
 
+def test_compiler_options_of_a_jitted_step_reach_what_is_planned(monkeypatch) -> None:
+    options, seen, jit = {"xla_cpu_enable_fast_math": False}, [], jax.jit
+    step = jit(step_of(in_a_scan), compiler_options=options)
+    monkeypatch.setattr(
+        jax, "jit", lambda f, **told: (seen.append(told.get("compiler_options")), jit(f, **told))[1]
+    )
+    fitted = tightship.jax.fit(step, "static+60%")
+    fitted(weights(), X)
+    assert fitted.fits[0].tried and seen
+    assert all(told == options for told in seen)
+
+
 @pytest.mark.parametrize("call", [jax.jit, lambda f: jax.grad(lambda p, x: f(p, x)[1]), jax.make_jaxpr])
 def test_inside_of_a_transformation_it_says_so(call) -> None:
     fitted = tightship.jax.fit(step_of(in_a_row), "60%")

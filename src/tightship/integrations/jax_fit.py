@@ -333,8 +333,10 @@ class _Planning:
         self.donated = tuple(k for k, x in enumerate(info) if x.donated)
         self.flops = sum(map(flops_of, traced.jaxpr.eqns))
         self.as_it_is = False
+        # Given to `jax.jit` by the caller; JAX has no public name for it.
+        self.compiler_options = dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
         # Where arguments lie on several devices is not in the trace.
-        alone = len(jax.devices()) == 1
+        alone = len(jax.devices()) == 1 and not self.compiler_options
         self.path = None if folder is None or not alone else folder / f"jax-{self._digest()}.json"
 
     def _digest(self) -> str:
@@ -357,6 +359,8 @@ class _Planning:
         if before.total <= limit and not drops:
             return self._given(lowered, limit, operations)
         placed = placed_as(first, self.leaves)
+        if self.compiler_options:
+            placed["compiler_options"] = self.compiler_options
         search = Search(self.program, self.leaves, self.donated, limit, before, until, operations, placed)
         try:
             best, compiled = search.run()

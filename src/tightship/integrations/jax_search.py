@@ -129,7 +129,7 @@ _WRONG = 3
 @dataclass
 class Search:
     """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it.
-    ``placed``: where arguments and results lie, for `jax.jit` (`placed_as`)."""
+    ``placed``: where arguments and results lie (`placed_as`), and what else the caller gave to `jax.jit`."""
 
     program: Program
     leaves: list[Any]

@@ -42,12 +42,12 @@ def normalized(parts: Sequence[Sequence[Any]], at: At, keep: Keep) -> tuple[torc
             off = aten.sub.Tensor(part, mean)
             aten.addcmul_.default(variance, off, off, value=share)
         count = sum(images) * parts[0][0][0, 0].numel()
-        for running, new, factor in (
+        for running, new, unbiased in (
             (running_mean, mean, 1.0), (running_var, variance, count / max(count - 1, 1)),
         ):  # fmt: skip
             if running is not None:
                 aten.mul_.Tensor(running, 1 - momentum)
-                aten.add_.Tensor(running, new, alpha=momentum * factor)
+                aten.add_.Tensor(running, new, alpha=momentum * unbiased)
         spread = aten.rsqrt.default(aten.add.Scalar(variance, eps))
         kept = parts[0][0].dtype if weight is None else weight.dtype
         mean, spread = _as(mean, kept), _as(spread, kept)
