@@ -154,6 +154,11 @@ class Relaxation:
         return np.where(self.again, scaled, -1)
 
     @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """Parts of the time that ops take when they run again, as cuts count them; 0 for what never does."""
+        return np.maximum(self._scaled, 0) / _SCALE
+
+    @cached_property
     def _touched(self) -> NDArray[np.int64]:
         """(op, storage) of every read of what is not the caller's."""
         rows = pairs(self.uses.facts.reads)

@@ -19,6 +19,7 @@ from itertools import islice, pairwise
 from typing import Any, TypedDict
 
 from tightship.analysis.bounds import lower_bound, relaxation
+from tightship.analysis.linked_moments import linked_bound
 from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
 from tightship.analysis.order import is_legal
@@ -256,6 +257,7 @@ def plan(
         problem = problem_of(graph, order, o)
     search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED), far)
     found, layout = search.ahead(*search.fit(progress, clock), progress, clock)
+    search.prove_more(found.timeline, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
     made = replace(search.verified(found.steps, found.timeline, layout, name, clock.began), termination=ended)
@@ -374,6 +376,16 @@ class _Search:
         deadline, in_place = self.deadline, self.problem.in_place
         extra = exact.least_extra(self.graph, budget, deadline, redraw=False, in_place=in_place)
         return math.fsum(self.graph.columns.time) + extra
+
+    def prove_more(self, line: Timeline, clock: _Clock) -> None:
+        """A bound from more moments together, where the plan is far above the one that the search began with."""
+        if self.budget is None or not self.time_bound or self._near() or self._ends(clock):
+            return
+        least, redraw, in_place = _least(self.problem), _REDRAW in _means(self.options), self.problem.in_place
+        self.time_bound = linked_bound(
+            self.graph, self.budget, line, self.time_bound, redraw=redraw, least=least, in_place=in_place,
+            deadline=clock.search,
+        )  # fmt: skip
 
     def _without_solver(self, progress: Progress | None, clock: _Clock) -> floor.Placed | None:
         """What the default search finds in half of the time, if that is near enough to what the solver proved."""
@@ -510,12 +522,7 @@ class _Search:
                 return
         for peak, _, pair in sorted(looked)[:_TURNS]:
             fits = self.reached.within(self.budget) is not None
-            if (
-                fits
-                or peak >= self.reached.plans[0].found.timeline.peak
-                or self.interrupted
-                or clock.search.over
-            ):
+            if fits or peak >= self.reached.plans[0].found.timeline.peak or self._ends(clock):
                 return
             self._take_turns(pair, clock)
 
@@ -555,7 +562,7 @@ class _Search:
     def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""
         assert self.budget is not None
-        if self._near() or self.interrupted or clock.search.over or len(self.graph.ops) > _DEEP:
+        if self._near() or self._ends(clock) or len(self.graph.ops) > _DEEP:
             return
         best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
         tried.append(order)
@@ -596,7 +603,7 @@ class _Search:
         count, most = 1, self._divisible()
         fits = self.reached.within(self.budget) is not None
         looked: list[tuple[int, int]] = []  # peak, number
-        while count <= most and not (self._near() or self.interrupted or clock.search.over):
+        while count <= most and not (self._near() or self._ends(clock)):
             before, problem = self.reached.within(self.budget), self._parted(count, clock)
             found = self._look(problem, progress, clock, _LOOK if fits else _LONG_LOOK)
             looked.append((found.decision.peak, count))
@@ -609,11 +616,7 @@ class _Search:
                 return
             else:
                 count += (count + 1) // 2
-        if (
-            looked
-            and self.reached.within(self.budget) is None
-            and not (self.interrupted or clock.search.over)
-        ):
+        if looked and self.reached.within(self.budget) is None and not self._ends(clock):
             self._searched(self._parted(min(looked)[1], clock), progress, clock)
 
     def _parted(self, count: int, clock: _Clock) -> EvictionProblem:
@@ -645,7 +648,7 @@ class _Search:
         for turn in range(_AGAIN):
             best = self.reached.within(self.budget)
             start = best.found if best is not None else self.best
-            if self._near() or self.interrupted or clock.search.over or start is None or (turn and best):
+            if self._near() or self._ends(clock) or start is None or (turn and best):
                 return
             problem = floor.reordered(self.problem, self.graph, start.steps, clock.search.part(_PREPARED))
             if problem is None or problem.order in tried:
