@@ -50,8 +50,9 @@ _FILLED = 0.9
 """The part of the budget from which on a moment of the plan is full."""
 _FIRST, _SECOND = 60_000_000, 300_000_000
 """Entries of the programs times rounds of the dual method, at most."""
-_SIZES, _PARTS = 30, 50
-"""Sizes from the largest down by which a room is rounded, and parts of the room that they are not smaller than."""
+_SIZES, _PARTS = 30, (20, 50)
+"""Sizes from the largest down by which a room is rounded, and parts of the room that they are not smaller than, in
+both programs."""
 _UNIT = 100.0
 """What all ops together cost in the programs."""
 _SAFE = 1 - 1e-9
@@ -128,6 +129,7 @@ class _Program:
         self.seconds = relaxed.seconds * _UNIT
         # Storages that one op writes: of others, a part may have been written at a moment.
         self.single = np.bincount(relaxed._writes[:, 0], minlength=self.storages) == 1
+        self.parts = _PARTS[between]
         self.rooms: list[tuple[int, int]] = []
         for i in reversed(range(self.end)):
             for j in range(i + 1, self.end + 1):
@@ -209,7 +211,7 @@ class _Program:
         held, first = np.flatnonzero(self.held[i] >= 0), self.rows
         size, room = self.relaxed.waits[held], self.budget - int(self.relaxed.own[self.moments[i]])
         self._fits(self.held[i, held], size / self.budget, room / self.budget)
-        large = size[(size * _PARTS > room) & (size > 0)]
+        large = size[(size * self.parts > room) & (size > 0)]
         for unit in distinct(large)[::-1][:_SIZES].tolist():
             rest = room % unit
             parts = size // unit + np.maximum(0, size % unit - rest) / (unit - rest)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice, pairwise
 from typing import Any, TypedDict
 
-from tightship.analysis.bounds import lower_bound, relaxation
+from tightship.analysis.bounds import Ways, lower_bound, relaxation
 from tightship.analysis.linked_moments import linked_bound
 from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
@@ -359,15 +359,7 @@ class _Search:
             self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
             if o.evict == _EXACT_PLANNER and _means(o) == ("recompute",):
                 self.time_bound = max(self.time_bound, self._proved(budget))
-        self.bound = int(
-            lower_bound(
-                self.graph,
-                redraw=_REDRAW in _means(self.options),
-                least=_least(self.problem),
-                in_place=self.problem.in_place,
-                deadline=self.deadline,
-            )
-        )
+        self.bound = int(lower_bound(graph, **_ways(self.problem, o), deadline=self.deadline))
 
     def _proved(self, budget: int) -> float:
         """A bound on the time for which there is a solver."""
@@ -379,13 +371,11 @@ class _Search:
 
     def prove_more(self, line: Timeline, clock: _Clock) -> None:
         """A bound from more moments together, where the plan is far above the one that the search began with."""
-        if self.budget is None or not self.time_bound or self._near() or self._ends(clock):
+        if line.time <= self.time_bound + _FAR * self.before.time or self._ends(clock):
             return
-        least, redraw, in_place = _least(self.problem), _REDRAW in _means(self.options), self.problem.in_place
-        self.time_bound = linked_bound(
-            self.graph, self.budget, line, self.time_bound, redraw=redraw, least=least, in_place=in_place,
-            deadline=clock.search,
-        )  # fmt: skip
+        if self.budget is not None and self.time_bound:
+            args = (self.graph, self.budget, line, self.time_bound)
+            self.time_bound = linked_bound(*args, **_ways(self.problem, self.options), deadline=clock.search)
 
     def _without_solver(self, progress: Progress | None, clock: _Clock) -> floor.Placed | None:
         """What the default search finds in half of the time, if that is near enough to what the solver proved."""
@@ -854,9 +844,11 @@ def least_time(
     graph: Graph, problem: EvictionProblem, o: Options, budget: int, deadline: Deadline = NEVER
 ) -> float:
     """Seconds no plan by the ways that the options allow can go below."""
-    redraw = _REDRAW in _means(o)
-    least, in_place = _least(problem), problem.in_place
-    return chain_bound(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
+    return chain_bound(graph, budget, **_ways(problem, o), deadline=deadline)
+
+
+def _ways(problem: EvictionProblem, o: Options) -> Ways:
+    return Ways(redraw=_REDRAW in _means(o), least=_least(problem), in_place=problem.in_place)
 
 
 def _allowed(problem: EvictionProblem, o: Options) -> Hashable:
