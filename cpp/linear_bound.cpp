@@ -9,8 +9,9 @@ namespace {
 
 using Numbers = std::vector<double>;
 
-constexpr i64 kLook = 40;         // rounds between two looks at how good the prices are
-constexpr i64 kIdle = 480, kPart = 8;  // rounds, and the part of all, without a part more of `kLittle` that end it
+constexpr i64 kLook = 40;  // rounds between two looks at how good the prices are
+constexpr i64 kIdle = 480,
+              kPart = 8;  // rounds, and the part of all, without a part more of `kLittle` that end it
 constexpr double kLittle = 5e-4;
 constexpr double kRestart = 0.4;  // a restart comes when the distance is this part of what it was
 constexpr double kLong = 0.36;    // or when the rounds since the last one are this part of all
@@ -33,7 +34,8 @@ double apart(const Numbers& a, const Numbers& b) {
 class Matrix {
   public:
     explicit Matrix(const Linear& p)
-        : first_(p.first), column_(p.column), value_(p.coefficient), by_row_(p.rows(), 1), by_column_(p.columns(), 1) {
+        : first_(p.first), column_(p.column), value_(p.coefficient), by_row_(p.rows(), 1),
+          by_column_(p.columns(), 1) {
         for (int turn = 0; turn < 8; ++turn) scale(false);
         scale(true);
         transpose(p.columns());
@@ -124,8 +126,8 @@ class Gradient {
         ++rounds_, ++since_;
     }
 
-    // The better bound of the point there is and of the mean since the last restart, which comes where it is time;
-    // `best` is where it is better than that.
+    // The better bound of the point there is and of the mean since the last restart, which comes where it is
+    // time; `best` is where it is better than that.
     void look(Bound& best) {
         Point mean = sum_;
         for (double& x : mean.x) x /= static_cast<double>(since_);
@@ -139,7 +141,8 @@ class Gradient {
             for (std::size_t i = 0; i < limit_.size(); ++i) best.prices[i] *= a_.row_scale()[i];
         }
         if (distance_ < 0) distance_ = least;
-        if (least < kRestart * distance_ || static_cast<double>(since_) >= kLong * static_cast<double>(rounds_)) {
+        if (least < kRestart * distance_ ||
+            static_cast<double>(since_) >= kLong * static_cast<double>(rounds_)) {
             if (far_mean < far) now_ = std::move(mean);
             const double x = apart(now_.x, start_.x), y = apart(now_.y, start_.y);
             if (x > 1e-12 && y > 1e-12) weight_ = std::sqrt(y / x * weight_);

@@ -25,8 +25,8 @@ struct Bound {
 
 // A number that no x costs less than: as every x lies in a box, any prices on the rows give one (weak
 // duality). The prices come from the primal-dual hybrid gradient method with restarts and step weights as in
-// PDLP (Applegate et al. 2021), on rows and columns scaled so that steps of 1 converge (Pock, Chambolle 2011).
-// Ends after so many rounds, where the number is `enough`, or where it hardly grows any more.
+// PDLP (Applegate et al. 2021), on rows and columns scaled so that steps of 1 converge (Pock, Chambolle
+// 2011). Ends after so many rounds, where the number is `enough`, or where it hardly grows any more.
 Bound linear_bound(const Linear& program, i64 rounds, double enough, const Watch& watch);
 
 }  // namespace tightship
