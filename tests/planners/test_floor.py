@@ -12,6 +12,7 @@ import pytest
 from support.chains import chain
 from support.optimum import optimum
 from support.strategies import random_graph
+from tightship.analysis.bounds import lower_bound
 from tightship.analysis.order import is_legal
 from tightship.errors import Infeasible
 from tightship.graph import Graph, Op, Storage, Value
@@ -149,6 +150,38 @@ def test_the_runs_of_a_plan_in_another_order_need_less() -> None:
             assert is_legal(graph, other.order) and other.order != problem.order
             lower += any(d.peak < found.peak for d in other.archive.found)
     assert lower >= 8
+
+
+@pytest.mark.parametrize("in_place", (False, True))
+def test_runs_of_a_plan_are_put_into_an_order_that_takes_less(in_place: bool) -> None:
+    """Recomputations move as well; what runs, and what that costs, stays."""
+    rng, lower = np.random.default_rng(0), 0
+    for seed in range(40):
+        graph = random_graph(seed, 10 + seed % 20, updates=0.1)
+        problem = EvictionProblem(graph, tuple(range(len(graph.ops))), in_place=in_place)
+        bits = problem.nothing()
+        bits[((problem.engine.allowed >> EVICT & 1) > 0) & (rng.random(len(bits)) < 0.7)] = EVICT
+        steps = problem.steps(bits)
+        other = floor.rearranged(graph, steps, NEVER) if steps else None
+        if other is None:
+            continue
+        before, after = replay(graph, steps), replay(graph, other)
+        assert after.time == pytest.approx(before.time)
+        assert verify(graph, run.decision_plan(graph, other, after)) == []
+        assert Counter(s.op for s in steps if s.op >= 0) == Counter(s.op for s in other if s.op >= 0)
+        lower += after.peak < before.peak
+    assert lower >= 5
+
+
+def test_where_nothing_fits_the_least_plan_is_rearranged(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, least = random_graph(3, 24, updates=0.1), []
+    for how in (lambda *args: None, floor.rearranged):
+        monkeypatch.setattr(floor, "rearranged", how)
+        fresh = graph.with_ops(graph.ops)  # nothing was reached for it
+        with pytest.raises(Infeasible) as refusal:
+            plan(fresh, int(lower_bound(fresh)), replace(QUICK, place=False, work=20_000))
+        least.append(refusal.value.best_peak)
+    assert least[1] < least[0]
 
 
 def wide_gradients(layers: int = 8, wide: int = 1024) -> Graph:

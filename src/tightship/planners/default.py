@@ -473,7 +473,9 @@ class _Search:
                 self._own_orders(tried, progress, clock)
             if self.reached.within(self.budget) is None:
                 self._named_orders(tried, progress, clock)
+        self._rearranged(clock)
         self._in_turns(clock)
+        self._rearranged(clock)
 
     def _named_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         for name in _ORDERS:
@@ -528,7 +530,21 @@ class _Search:
             found.insert(0, self._turn(turn, clock, self.options.work // _PART))
             if found[0].timeline.peak + turn.beside >= least:
                 return
-        steps = joined(self.graph, pair, [x.steps for x in found])
+        self._offer(joined(self.graph, pair, [x.steps for x in found]), clock)
+
+    def _rearranged(self, clock: _Clock) -> None:
+        """Where nothing fits, put the runs of the least plan, recomputations too, into an order that takes less."""
+        assert self.budget is not None
+        if self._ends(clock) or self.reached.within(self.budget) is not None or len(self.graph.ops) > _LARGE:
+            return
+        least = self.reached.plans[0].found
+        steps = floor.rearranged(self.graph, least.steps, clock.search.part(_PREPARED))
+        if steps is not None:
+            self._offer(steps, clock)
+
+    def _offer(self, steps: tuple[Step, ...], clock: _Clock) -> None:
+        """Keep what such steps of the graph come to, if nothing beats it."""
+        assert self.budget is not None
         line = replay(self.graph, steps)
         extra = max(0.0, line.time - self.before.time)
         decision = Decision(
