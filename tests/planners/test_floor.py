@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from support.chains import chain
 from support.optimum import optimum
-from support.strategies import random_graph
+from support.strategies import graphs, random_graph
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.order import is_legal
 from tightship.errors import Infeasible
@@ -21,7 +23,7 @@ from tightship.planners import default, floor, run
 from tightship.planners.default import Options, plan
 from tightship.planners.evict.lowering import divided, divisible, undivided
 from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem
-from tightship.planners.frontier import needs
+from tightship.planners.frontier import frontier, needs
 from tightship.planners.layout import Layout, lay_out
 from tightship.simulate import baseline, replay
 from tightship.sources import ModelStep
@@ -96,6 +98,35 @@ def test_what_was_reached_once_is_never_refused_and_more_memory_never_costs_time
             assert needs(made) <= budget and made.time <= last + 1e-9
             last = made.time
     assert refused
+
+
+ASKED = st.tuples(
+    st.integers(0, 100), st.sampled_from(("best", "given")), st.sampled_from(("anneal", "greedy"))
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(graphs(24, updates=0.1), st.lists(ASKED, min_size=3, max_size=6), st.booleans(), st.booleans())
+def test_no_budget_is_refused_above_a_peak_that_was_ever_reached(
+    graph: Graph, asked: list[tuple[int, str, str]], place: bool, first: bool
+) -> None:
+    """In whatever order budgets are asked for, by whichever planners, after a frontier or not: neither is one refused
+    that is no less than what a plan needed, nor is its plan slower."""
+    o = replace(QUICK, work=20_000, place=place)
+    made = list(frontier(graph, 3, o).points) if first else []
+    room, least = replay(graph, baseline(graph)).peak - graph.static_bytes, 1 << 60
+    for share, order, evict in asked:
+        budget = graph.static_bytes + room * share // 100
+        try:
+            found = plan(graph, budget, replace(o, order=order, evict=evict))
+        except Infeasible as no:
+            assert budget < min((needs(p) for p in made), default=least) and budget < least
+            least = min(least, no.best_peak if no.placed is None else no.placed)
+            continue
+        assert all(found.time <= p.time + 1e-9 for p in made if needs(p) <= budget)
+        made.append(found)
+    if least < 1 << 60:
+        assert needs(plan(graph, least, o)) <= least
 
 
 def test_a_plan_with_other_rights_is_no_answer() -> None:

@@ -473,7 +473,6 @@ class _Search:
                 self._own_orders(tried, progress, clock)
             if self.reached.within(self.budget) is None:
                 self._named_orders(tried, progress, clock)
-        self._rearranged(clock)
         self._in_turns(clock)
         self._rearranged(clock)
 
