@@ -37,6 +37,7 @@ from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
+from tightship.planners.shave import shaved
 from tightship.planners.turns import Turn, joined, ways
 from tightship.simulate import Timeline, replay, unplanned
 from tightship.units import Budget, resolve_budget
@@ -529,27 +530,31 @@ class _Search:
             found.insert(0, self._turn(turn, clock, self.options.work // _PART))
             if found[0].timeline.peak + turn.beside >= least:
                 return
-        self._offer(joined(self.graph, pair, [x.steps for x in found]), clock)
+        steps = joined(self.graph, pair, [x.steps for x in found])
+        self._offer(replay(self.graph, steps), clock)
 
     def _rearranged(self, clock: _Clock) -> None:
-        """Where nothing fits, put the runs of the least plan, recomputations too, into an order that takes less."""
+        """Where nothing fits, put the runs of the least plan, recomputations too, into an order that takes less, and
+        recompute more of what lies idle at its peaks."""
         assert self.budget is not None
         if self._ends(clock) or self.reached.within(self.budget) is not None or len(self.graph.ops) > _LARGE:
             return
-        least = self.reached.plans[0].found
-        steps = floor.rearranged(self.graph, least.steps, clock.search.part(_PREPARED))
-        if steps is not None:
-            self._offer(steps, clock)
+        least, deadline = self.reached.plans[0].found, clock.search.part(_PREPARED)
+        steps = floor.rearranged(self.graph, least.steps, deadline)
+        line = least.timeline if steps is None else replay(self.graph, steps)
+        if set(self.problem.means) == {"recompute"}:
+            line = shaved(self.graph, line, deadline)
+        if line is not least.timeline:
+            self._offer(line, clock)
 
-    def _offer(self, steps: tuple[Step, ...], clock: _Clock) -> None:
-        """Keep what such steps of the graph come to, if nothing beats it."""
+    def _offer(self, line: Timeline, clock: _Clock) -> None:
+        """Keep such steps of the graph, if nothing beats them."""
         assert self.budget is not None
-        line = replay(self.graph, steps)
         extra = max(0.0, line.time - self.before.time)
         decision = Decision(
-            self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=steps
+            self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=line.steps
         )
-        made = run.Evicted(decision, steps, line)
+        made = run.Evicted(decision, line.steps, line)
         self.reached.offer(self.placement.lay(made, clock.deadline.part(_PLACES), self.budget))
 
     def _turn(self, turn: Turn, clock: _Clock, work: int) -> run.Evicted:
