@@ -13,6 +13,7 @@ from support.chains import chain
 from support.optimum import optimum
 from support.strategies import random_graph
 from tightship import _core
+from tightship.analysis import last_runs
 from tightship.analysis.bounds import Relaxation, lower_bound
 from tightship.analysis.last_runs import last_run_bound
 from tightship.graph import Graph, Op, Storage, Value
@@ -162,3 +163,19 @@ def test_cuts_of_a_network_of_which_little_changes_are_those_from_scratch() -> N
                 assert cuts.value(opened, free) == want
                 compared += want > 0
     assert compared > 500
+
+
+def test_sums_over_many_steps_take_few_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two results is a sum over steps, added to in place: the last addend lies beside both. That no addition
+    of the chain can be the last is seen in one go, not once more for each."""
+    rows: list[tuple[str, tuple[str, ...], dict[str, int]]] = [("f0", ("x",), {"f0": 8})]
+    rows += [(f"f{t + 1}", (f"f{t}",), {f"f{t + 1}": 8}) for t in range(40)]
+    rows += [(r, ("f0",), {r: 256}) for r in "ab"]
+    for t in range(1, 40):
+        for r in "ab":
+            rows += [(f"{r}{t}", (f"f{t}",), {f"{r}{t}": 256}), (f"+{r}{t}", (f"{r}!", f"{r}{t}"), {})]
+    graph = wired(*rows, results="a b")
+    cuts, cut = [], last_runs._LastRuns.cut
+    monkeypatch.setattr(last_runs._LastRuns, "cut", lambda *args: cuts.append(1) or cut(*args))
+    assert last_run_bound(Relaxation(graph), 0)[0] >= 64 + 3 * 256
+    assert len(cuts) < 12 * len(graph.ops)

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from support.chains import chain
 from support.optimum import optimum
-from support.strategies import random_graph
+from support.strategies import graphs, random_graph
+from tightship.analysis.bounds import lower_bound
 from tightship.analysis.order import is_legal
 from tightship.errors import Infeasible
 from tightship.graph import Graph, Op, Storage, Value
@@ -20,7 +23,7 @@ from tightship.planners import default, floor, run
 from tightship.planners.default import Options, plan
 from tightship.planners.evict.lowering import divided, divisible, undivided
 from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem
-from tightship.planners.frontier import needs
+from tightship.planners.frontier import frontier, needs
 from tightship.planners.layout import Layout, lay_out
 from tightship.simulate import baseline, replay
 from tightship.sources import ModelStep
@@ -97,6 +100,35 @@ def test_what_was_reached_once_is_never_refused_and_more_memory_never_costs_time
     assert refused
 
 
+ASKED = st.tuples(
+    st.integers(0, 100), st.sampled_from(("best", "given")), st.sampled_from(("anneal", "greedy"))
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(graphs(24, updates=0.1), st.lists(ASKED, min_size=3, max_size=6), st.booleans(), st.booleans())
+def test_no_budget_is_refused_above_a_peak_that_was_ever_reached(
+    graph: Graph, asked: list[tuple[int, str, str]], place: bool, first: bool
+) -> None:
+    """In whatever order budgets are asked for, by whichever planners, after a frontier or not: neither is one refused
+    that is no less than what a plan needed, nor is its plan slower."""
+    o = replace(QUICK, work=20_000, place=place)
+    made = list(frontier(graph, 3, o).points) if first else []
+    room, least = replay(graph, baseline(graph)).peak - graph.static_bytes, 1 << 60
+    for share, order, evict in asked:
+        budget = graph.static_bytes + room * share // 100
+        try:
+            found = plan(graph, budget, replace(o, order=order, evict=evict))
+        except Infeasible as no:
+            assert budget < min((needs(p) for p in made), default=least) and budget < least
+            least = min(least, no.best_peak if no.placed is None else no.placed)
+            continue
+        assert all(found.time <= p.time + 1e-9 for p in made if needs(p) <= budget)
+        made.append(found)
+    if least < 1 << 60:
+        assert needs(plan(graph, least, o)) <= least
+
+
 def test_a_plan_with_other_rights_is_no_answer() -> None:
     """What was reached with copies to the host is not a plan for those who must not copy."""
     graph = chain(30)
@@ -149,6 +181,37 @@ def test_the_runs_of_a_plan_in_another_order_need_less() -> None:
             assert is_legal(graph, other.order) and other.order != problem.order
             lower += any(d.peak < found.peak for d in other.archive.found)
     assert lower >= 8
+
+
+@pytest.mark.parametrize("in_place", (False, True))
+def test_runs_of_a_plan_are_put_into_an_order_that_takes_less(in_place: bool) -> None:
+    """Recomputations move as well; what runs, and what that costs, stays."""
+    rng, lower = np.random.default_rng(0), 0
+    for seed in range(40):
+        graph = random_graph(seed, 10 + seed % 20, updates=0.1)
+        problem = EvictionProblem(graph, tuple(range(len(graph.ops))), in_place=in_place)
+        bits = problem.nothing()
+        bits[((problem.engine.allowed >> EVICT & 1) > 0) & (rng.random(len(bits)) < 0.7)] = EVICT
+        steps = problem.steps(bits)
+        other = floor.rearranged(graph, steps, NEVER) if steps else None
+        if other is None:
+            continue
+        before, after = replay(graph, steps), replay(graph, other)
+        assert after.time == pytest.approx(before.time)
+        assert verify(graph, run.decision_plan(graph, other, after)) == []
+        assert Counter(s.op for s in steps if s.op >= 0) == Counter(s.op for s in other if s.op >= 0)
+        lower += after.peak < before.peak
+    assert lower >= 5
+
+
+def test_where_nothing_fits_the_least_plan_is_rearranged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that comes to is met, where without it nothing is found."""
+    graph, o = random_graph(3, 24, updates=0.1), replace(QUICK, place=False, work=20_000)
+    budget = int(lower_bound(graph))
+    assert plan(graph, budget, o).peak <= budget
+    monkeypatch.setattr(default._Search, "_rearranged", lambda *args: None)
+    with pytest.raises(Infeasible):
+        plan(graph.with_ops(graph.ops), budget, o)  # nothing was reached for it
 
 
 def wide_gradients(layers: int = 8, wide: int = 1024) -> Graph:

@@ -50,7 +50,7 @@ _ENDLESS = 1 << 60
 _PARTS, _HALVES, _HALVINGS = 12, 3, 6
 """Numbers that are tried from above, between the first that is proved and the one before it, and between what is
 known and the most that moments before last runs may prove."""
-_EDGES, _EARLIER, _LARGE = 30_000_000, 4_000_000, 5_000
+_EDGES, _EARLIER, _LARGE = 40_000_000, 4_000_000, 5_000
 """Edges of all cuts together, at most, those for moments before last runs, and ops of graphs that are looked at."""
 _FOR_OP, _FEW = 2, 16
 """Cuts for moments before last runs, at most, for each op and for so many more: small graphs are soon done."""
@@ -244,11 +244,17 @@ class _LastRuns:
         if self.earlier:  # as much again may have to be there beside what an op touches
             inside = 2 * own - self.relaxed.graph.static_bytes + self.base > level
         while inside.any():
-            over = self.over(inside)
-            value = own + np.maximum(0, self.cut(over) - self.touched)
+            over, some = self.over(inside), not self.earlier
+            cut = self.cut(over)
+            if some and (out := inside & (own + cut <= level)).any():  # what it touches is no part of the cut
+                inside &= ~out
+                continue
+            value = own + np.maximum(0, cut - self.touched)
             value[~inside] = _ENDLESS
-            for k in np.flatnonzero(value <= level).tolist():
+            for k in np.flatnonzero(value <= level)[::-1].tolist():  # what waits for it may follow at once
                 value[k] = self.during(k, frozenset(), over, level)
+                if some and value[k] <= level:
+                    inside[k] = False
             if self.earlier:
                 earlier = _Earlier(self, inside, level)
                 for k in np.flatnonzero(value <= level).tolist():

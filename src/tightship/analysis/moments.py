@@ -222,23 +222,50 @@ class _Network:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a plan's steps: the op of each, whether it is that op's ``first`` run, which stay in memory of a
-    storage the first run of an op touches, by (storage, op), and what is in memory in any order of theirs."""
+    """The runs of a plan's steps: the op of each, whether it is that op's ``first`` run, what its results are written
+    over (``reuses``); which stay in memory of a storage the first run of an op touches, by (storage, op); of each
+    stay the storage (``stored``); and what is in memory in any order of theirs."""
 
     ops: tuple[int, ...]
     first: tuple[bool, ...]
+    reuses: tuple[tuple[tuple[int, int], ...], ...]
     stays: Mapping[tuple[int, int], int]
+    stored: tuple[int, ...]
     moments: Moments
 
     def order(self, runs: Sequence[int]) -> tuple[int, ...]:
         """The order of the ops' first runs in an order of all runs."""
         return tuple(self.ops[i] for i in runs if self.first[i])
 
+    def steps(self, runs: Sequence[int]) -> tuple[Step, ...]:
+        """All runs as steps, in an order in which no storage stays twice at a time: each stay ends with the last run
+        that touches it, which a result may be written over if its op could do so before."""
+        m, at = self.moments, np.empty(len(runs), dtype=np.int64)
+        at[list(runs)] = np.arange(len(runs))
+        last = at[m.definer]
+        np.maximum.at(last, m.reads[:, 0], at[m.reads[:, 1]])
+        ends: list[list[int]] = [[] for _ in runs]
+        made: list[list[int]] = [[] for _ in runs]
+        for stay, (end, maker) in enumerate(zip(last.tolist(), m.definer.tolist(), strict=True)):
+            made[maker].append(self.stored[stay])
+            if not m.kept[stay]:
+                ends[end].append(self.stored[stay])
+        found: list[Step] = []
+        for i, gone in zip(runs, ends, strict=True):
+            taken = tuple(pair for pair in self.reuses[i] if pair[0] in gone)
+            over = {a for a, _ in taken}
+            kind, left = "compute" if self.first[i] else "recompute", () if self.first[i] else tuple(made[i])
+            found.append(Step(kind, self.ops[i], left, reuses=taken))
+            if freed := tuple(s for s in gone if s not in over):
+                found.append(Step("free", storages=freed))
+        return tuple(found)
 
-def runs_of(graph: Graph, steps: Sequence[Step]) -> Runs | None:
+
+def runs_of(graph: Graph, steps: Sequence[Step], *, apart: bool = False) -> Runs | None:
     """The runs of steps that compute, recompute and free; None for others. What an op writes over in place of an
-    input counts once wherever it runs, which in another order may be too little."""
-    builder = _Runs(graph)
+    input counts once wherever it runs, which in another order may be too little. ``apart``: two stays of a storage
+    follow one another in every order."""
+    builder = _Runs(graph, apart)
     for step in steps:
         if step.kind == "free":
             for s in step.storages if step.form == "full" else ():
@@ -253,8 +280,10 @@ def runs_of(graph: Graph, steps: Sequence[Step]) -> Runs | None:
 class _Runs:
     """`runs_of`, step after step; ``here``: the stays in memory by storage."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, apart: bool) -> None:
         self.graph, self.uses, self.before = graph, graph.uses, predecessors(graph)
+        self.apart = apart
+        self.users: dict[int, set[int]] = {}  # by storage: the runs that touch its last stay
         self.size, self.scratch = graph.columns.size.tolist(), extras(graph).tolist()
         self.written = {s for row in self.uses.mutates for s in row}
         self.here: dict[int, int] = {}
@@ -265,7 +294,9 @@ class _Runs:
         self.first: list[bool] = []
         self.extra: list[int] = []
         self.waits: list[list[int]] = []
+        self.reuses: list[tuple[tuple[int, int], ...]] = []
         self.made: list[tuple[int, int]] = []  # by stay: bytes, run
+        self.stored: list[int] = []
         self.reads: set[tuple[int, int]] = set()
         self.stays: dict[tuple[int, int], int] = {}
 
@@ -280,6 +311,9 @@ class _Runs:
             if first or s in step.storages:
                 self.here[s] = len(self.made)
                 self.made.append((self.size[s], i))
+                self.stored.append(s)
+                waits |= self.users.get(s, set()) if self.apart else set()
+                self.users[s] = {i}
             else:
                 extra += self.size[s]
             if first:
@@ -288,6 +322,7 @@ class _Runs:
             self.at[k] = i
         self.ops.append(k)
         self.first.append(first)
+        self.reuses.append(step.reuses)
         self.extra.append(extra)
         self.waits.append(sorted(waits - {i, -1}))
 
@@ -298,6 +333,7 @@ class _Runs:
             if s in self.here:
                 stay = self.here[s]
                 self.reads.add((stay, i))
+                self.users[s].add(i)
                 found.add(self.made[stay][1])
                 if first:
                     self.stays[s, k] = stay
@@ -323,4 +359,5 @@ class _Runs:
         reads = np.array(sorted(self.reads), dtype=np.int64).reshape(-1, 2)
         extra = np.array(self.extra, dtype=np.int64)
         moments = Moments.of(self.graph.static_bytes, (size, maker, kept), reads, self.waits, extra)
-        return Runs(tuple(self.ops), tuple(self.first), self.stays, moments)
+        rows = tuple(self.ops), tuple(self.first), tuple(self.reuses)
+        return Runs(*rows, self.stays, tuple(self.stored), moments)

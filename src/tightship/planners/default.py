@@ -38,6 +38,7 @@ from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
+from tightship.planners.shave import shaved
 from tightship.planners.turns import Turn, joined, ways
 from tightship.simulate import Timeline, replay, unplanned
 from tightship.units import Budget, resolve_budget
@@ -476,6 +477,7 @@ class _Search:
             if self.reached.within(self.budget) is None:
                 self._named_orders(tried, progress, clock)
         self._in_turns(clock)
+        self._rearranged(clock)
 
     def _named_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         for name in _ORDERS:
@@ -526,12 +528,30 @@ class _Search:
             if found[0].timeline.peak + turn.beside >= least:
                 return
         steps = joined(self.graph, pair, [x.steps for x in found])
-        line = replay(self.graph, steps)
+        self._offer(replay(self.graph, steps), clock)
+
+    def _rearranged(self, clock: _Clock) -> None:
+        """Where nothing fits, put the runs of the least plan, recomputations too, into an order that takes less, and
+        recompute more of what lies idle at its peaks."""
+        assert self.budget is not None
+        if self._ends(clock) or self.reached.within(self.budget) is not None or len(self.graph.ops) > _LARGE:
+            return
+        least, deadline = self.reached.plans[0].found, clock.search.part(_PREPARED)
+        steps = floor.rearranged(self.graph, least.steps, deadline)
+        line = least.timeline if steps is None else replay(self.graph, steps)
+        if set(self.problem.means) == {"recompute"}:
+            line = shaved(self.graph, line, deadline)
+        if line is not least.timeline:
+            self._offer(line, clock)
+
+    def _offer(self, line: Timeline, clock: _Clock) -> None:
+        """Keep such steps of the graph, if nothing beats them."""
+        assert self.budget is not None
         extra = max(0.0, line.time - self.before.time)
         decision = Decision(
-            self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=steps
+            self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=line.steps
         )
-        made = run.Evicted(decision, steps, line)
+        made = run.Evicted(decision, line.steps, line)
         self.reached.offer(self.placement.lay(made, clock.deadline.part(_PLACES), self.budget))
 
     def _turn(self, turn: Turn, clock: _Clock, work: int) -> run.Evicted:

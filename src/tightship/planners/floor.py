@@ -40,6 +40,7 @@ __all__ = [
     "every_plan",
     "order_in",
     "reached",
+    "rearranged",
     "reordered",
     "same_ops",
     "seed",
@@ -158,6 +159,19 @@ def reordered(
         bits[(other.engine.allowed >> bits & 1) == 0] = KEEP
         other.archive.offer(other.cost(bits, _UNLIMITED))
     return other
+
+
+def rearranged(graph: Graph, steps: Sequence[Step], deadline: Deadline) -> tuple[Step, ...] | None:
+    """The same runs, recomputations too, in an order in which they need less; None where cuts find none, and for
+    steps that do more than run ops and free storages."""
+    if any(step.saves or step.form != "full" for step in steps):
+        return None
+    runs = runs_of(graph, steps, apart=True)
+    if runs is None:
+        return None
+    given = range(len(runs.ops))
+    found = cuts.Search(runs.moments, _CUT_WORK, deadline).lower(given)
+    return runs.steps(found.order) if found.peak < int(runs.moments.during(given).max()) else None
 
 
 _UNLIMITED = (1 << 63) - 1
