@@ -686,6 +686,16 @@ def test_a_hook_that_is_gone_stops_a_compilation_and_nothing_runs_in_its_place(m
         compiled(model)(batch())
 
 
+@pytest.mark.parametrize("setting", ["cpp_wrapper", "fx_wrapper", "custom_partitioner_fn"])
+def test_settings_that_make_other_code_than_is_replayed_are_refused_by_name(setting):
+    model = deep(1)
+    with (
+        torch._inductor.config.patch({setting: True}),
+        pytest.raises(errors.Unsupported, match=f"config.{setting} in compiled mode.*mode=.exact"),
+    ):
+        compiled(model)(batch())
+
+
 # --- replays ---
 
 
