@@ -802,7 +802,7 @@ def test_levels_are_what_is_in_use_while_each_is_made():
 def test_a_kernel_is_measured_once_with_its_own_workspace():
     calls = []
 
-    def prepare():
+    def prepare(_number):
         calls.append(1)
         x = torch.ones(64, 64)
         return lambda: (torch.relu(x @ x), x)  # the product is gone when the kernel returns
@@ -827,7 +827,7 @@ def test_a_kernel_is_measured_once_with_its_own_workspace():
 
 
 def test_a_kernel_that_does_not_run_by_itself_is_refused():
-    def prepare():
+    def prepare(_number):
         return lambda: torch.ones(2) @ torch.ones(3)
 
     with pytest.raises(errors.Unsupported, match="does not run on tensors like those of the step"):
@@ -836,6 +836,44 @@ def test_a_kernel_that_does_not_run_by_itself_is_refused():
 
 class Strange:
     """A line nobody knows."""
+
+
+def test_a_kernel_that_takes_no_zeros_is_measured_on_other_numbers():
+    def prepare(number):
+        p = torch.full((4, 16), number)
+        return lambda: torch.multinomial(p, 2)
+
+    asked = Measured("cpu")(Kernel("multinomial", prepare))
+    assert sum(n for _, n in asked.events if n > 0) >= 4 * 2 * 8
+
+
+def test_other_peoples_ops_run_while_they_are_planned_which_is_said():
+    seen = []
+
+    @torch.library.custom_op("tightship_test::logged", mutates_args=())
+    def logged(x: torch.Tensor) -> torch.Tensor:
+        seen.append(float(x.sum()))
+        return x.clone()
+
+    logged.register_fake(torch.empty_like)
+    logged.register_autograd(lambda _, grad: grad)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return logged(torch.multinomial(self.map(x).softmax(-1), 2) + x[:, :1])
+
+    call = compiled(Model())
+    with torch.no_grad():
+        call(batch())
+    (note,) = (n for n in compiled_notes(call) if "tightship_test.logged" in n)
+    assert "made-up tensors" in note and len(seen) > 1
+    assert not any("multinomial" in n for n in compiled_notes(call))
+    (graph,) = compiled_plans(call)
+    assert graph.last.as_planned
 
 
 def test_lines_that_only_check_take_no_memory():
