@@ -1099,6 +1099,70 @@ def images():
     return torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(5))
 
 
+class Overwriting(nn.Module):
+    """Three inputs of a graph that the backward pass may not read again: it would find other numbers there."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.register_buffer("scale", torch.full((32,), 0.5))
+        self.register_buffer("table", torch.ones(2, 16))
+
+    def forward(self, x):
+        x.mul_(2).add_(1)
+        self.scale.mul_(1.5)
+        self.table.view(-1).add_(0.25)
+        for layer in self.layers:
+            x = torch.sin(layer(x * self.scale) * self.table.view(-1).exp())
+        return x
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
+def test_a_backward_pass_does_not_read_what_the_forward_pass_has_overwritten(share):
+    """PyTorch 2.13's own partitions do, below an ``activation_memory_budget`` of 1, with wrong gradients."""
+    model, found = Overwriting(), []
+
+    def cut(joint, given, outputs, static, _lower):
+        pair = compat_inductor.stock_pair(joint, given, outputs, static, share)
+        gone = {n.name for n in compat_inductor.overwritten(joint)}
+        assert len(gone) >= 3
+        inputs = [n.name for n in joint.graph.nodes if n.name.startswith("primals")]
+        pairs = [pair, compat_inductor.extract(joint, outputs, inputs)]
+        graph = fuse(joint, outputs)
+        options = Options(work=100_000)
+        with pytest.raises(errors.Infeasible) as no:
+            default_plan(graph.graph, graph.graph.static_bytes, options)
+        plan = default_plan(graph.graph, no.value.best_peak, options)
+        assert plan.count("recompute")
+        planned = compat_inductor.extract(joint, outputs, graph.saved(plan), graph.needed(plan))
+        pairs += [planned, graph.ordered(plan, planned)]
+        for p in pairs:
+            read = {n.name for n in p.backward.graph.find_nodes(op="placeholder")}
+            assert not gone & read
+            found.append(p)
+        raise compat_inductor.Stopped
+
+    def backend(gm, inputs):
+        compat_inductor.compile_graph(gm, inputs, partition=cut, finished=lambda _k, _l, call: call)
+
+    with pytest.raises(compat_inductor.Stopped):
+        torch.compile(model, backend=backend)(rows())
+    assert len(found) == 4
+
+
+@pytest.mark.slow
+def test_gradients_are_right_where_inputs_are_overwritten():
+    call = compiled(model := Overwriting(), budget="88%")
+    call(rows()).square().mean().backward()
+    (graph,) = compiled_plans(call)
+    assert graph.last.as_planned and graph.plan.recomputed
+    exact = Overwriting().double()
+    exact(rows().double()).square().mean().backward()
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-4, atol=1e-7)
+
+
 def test_convolutions_and_running_statistics_are_inductor_s():
     model, other = convolutional(), convolutional()
     call = compiled(model)
