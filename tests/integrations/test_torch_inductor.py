@@ -686,6 +686,16 @@ def test_a_hook_that_is_gone_stops_a_compilation_and_nothing_runs_in_its_place(m
         compiled(model)(batch())
 
 
+@pytest.mark.parametrize("setting", ["cpp_wrapper", "fx_wrapper", "custom_partitioner_fn"])
+def test_settings_that_make_other_code_than_is_replayed_are_refused_by_name(setting):
+    model = deep(1)
+    with (
+        torch._inductor.config.patch({setting: True}),
+        pytest.raises(errors.Unsupported, match=f"config.{setting} in compiled mode.*mode=.exact"),
+    ):
+        compiled(model)(batch())
+
+
 # --- replays ---
 
 
@@ -792,7 +802,7 @@ def test_levels_are_what_is_in_use_while_each_is_made():
 def test_a_kernel_is_measured_once_with_its_own_workspace():
     calls = []
 
-    def prepare():
+    def prepare(_number):
         calls.append(1)
         x = torch.ones(64, 64)
         return lambda: (torch.relu(x @ x), x)  # the product is gone when the kernel returns
@@ -817,7 +827,7 @@ def test_a_kernel_is_measured_once_with_its_own_workspace():
 
 
 def test_a_kernel_that_does_not_run_by_itself_is_refused():
-    def prepare():
+    def prepare(_number):
         return lambda: torch.ones(2) @ torch.ones(3)
 
     with pytest.raises(errors.Unsupported, match="does not run on tensors like those of the step"):
@@ -826,6 +836,44 @@ def test_a_kernel_that_does_not_run_by_itself_is_refused():
 
 class Strange:
     """A line nobody knows."""
+
+
+def test_a_kernel_that_takes_no_zeros_is_measured_on_other_numbers():
+    def prepare(number):
+        p = torch.full((4, 16), number)
+        return lambda: torch.multinomial(p, 2)
+
+    asked = Measured("cpu")(Kernel("multinomial", prepare))
+    assert sum(n for _, n in asked.events if n > 0) >= 4 * 2 * 8
+
+
+def test_other_peoples_ops_run_while_they_are_planned_which_is_said():
+    seen = []
+
+    @torch.library.custom_op("tightship_test::logged", mutates_args=())
+    def logged(x: torch.Tensor) -> torch.Tensor:
+        seen.append(float(x.sum()))
+        return x.clone()
+
+    logged.register_fake(torch.empty_like)
+    logged.register_autograd(lambda _, grad: grad)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return logged(torch.multinomial(self.map(x).softmax(-1), 2) + x[:, :1])
+
+    call = compiled(Model())
+    with torch.no_grad():
+        call(batch())
+    (note,) = (n for n in compiled_notes(call) if "tightship_test.logged" in n)
+    assert "made-up tensors" in note and len(seen) > 1
+    assert not any("multinomial" in n for n in compiled_notes(call))
+    (graph,) = compiled_plans(call)
+    assert graph.last.as_planned
 
 
 def test_lines_that_only_check_take_no_memory():
@@ -1049,6 +1097,70 @@ def convolutional():
 
 def images():
     return torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(5))
+
+
+class Overwriting(nn.Module):
+    """Three inputs of a graph that the backward pass may not read again: it would find other numbers there."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.register_buffer("scale", torch.full((32,), 0.5))
+        self.register_buffer("table", torch.ones(2, 16))
+
+    def forward(self, x):
+        x.mul_(2).add_(1)
+        self.scale.mul_(1.5)
+        self.table.view(-1).add_(0.25)
+        for layer in self.layers:
+            x = torch.sin(layer(x * self.scale) * self.table.view(-1).exp())
+        return x
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
+def test_a_backward_pass_does_not_read_what_the_forward_pass_has_overwritten(share):
+    """PyTorch 2.13's own partitions do, below an ``activation_memory_budget`` of 1, with wrong gradients."""
+    model, found = Overwriting(), []
+
+    def cut(joint, given, outputs, static, _lower):
+        pair = compat_inductor.stock_pair(joint, given, outputs, static, share)
+        gone = {n.name for n in compat_inductor.overwritten(joint)}
+        assert len(gone) >= 3
+        inputs = [n.name for n in joint.graph.nodes if n.name.startswith("primals")]
+        pairs = [pair, compat_inductor.extract(joint, outputs, inputs)]
+        graph = fuse(joint, outputs)
+        options = Options(work=100_000)
+        with pytest.raises(errors.Infeasible) as no:
+            default_plan(graph.graph, graph.graph.static_bytes, options)
+        plan = default_plan(graph.graph, no.value.best_peak, options)
+        assert plan.count("recompute")
+        planned = compat_inductor.extract(joint, outputs, graph.saved(plan), graph.needed(plan))
+        pairs += [planned, graph.ordered(plan, planned)]
+        for p in pairs:
+            read = {n.name for n in p.backward.graph.find_nodes(op="placeholder")}
+            assert not gone & read
+            found.append(p)
+        raise compat_inductor.Stopped
+
+    def backend(gm, inputs):
+        compat_inductor.compile_graph(gm, inputs, partition=cut, finished=lambda _k, _l, call: call)
+
+    with pytest.raises(compat_inductor.Stopped):
+        torch.compile(model, backend=backend)(rows())
+    assert len(found) == 4
+
+
+@pytest.mark.slow
+def test_gradients_are_right_where_inputs_are_overwritten():
+    call = compiled(model := Overwriting(), budget="88%")
+    call(rows()).square().mean().backward()
+    (graph,) = compiled_plans(call)
+    assert graph.last.as_planned and graph.plan.recomputed
+    exact = Overwriting().double()
+    exact(rows().double()).square().mean().backward()
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_convolutions_and_running_statistics_are_inductor_s():

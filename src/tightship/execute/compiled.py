@@ -46,6 +46,10 @@ class Asked:
     beside: int = 0
 
 
+_FILLED = (0.0, 1.0)
+"""What floats of a kernel's sample inputs are: of zeros, there are kernels that draw from no distribution."""
+
+
 class Measured:
     """What kernels ask of the allocator, each measured once. ``kind`` of device: cpu or cuda."""
 
@@ -53,6 +57,13 @@ class Measured:
         self.kind = kind
         self.recorded = allocator.available(kind)
         self._known: dict[str, Asked] = {}
+        self._foreign: list[str] = []
+
+    def notes(self) -> list[str]:
+        """What a user should know of how it was measured."""
+        missing = "no C++ compiler: nothing is placed or measured, and kernels' workspaces count as 0"
+        ran = "ran on made-up tensors while this was planned, for the bytes that it asks for, with all that it does"
+        return [*([] if self.recorded else [missing]), *(f"{op} {ran}" for op in self._foreign)]
 
     def learn(self, known: Mapping[str, Asked]) -> None:
         """Takes over what was measured in an earlier run."""
@@ -60,21 +71,28 @@ class Measured:
 
     def __call__(self, kernel: Kernel) -> Asked:
         if kernel.key not in self._known:
+            if kernel.foreign and kernel.foreign not in self._foreign:
+                self._foreign.append(kernel.foreign)
             with outside(), compat.plain_execution(), torch.random.fork_rng():
                 self._known[kernel.key] = self._run(kernel)
         return self._known[kernel.key]
 
     def _run(self, kernel: Kernel) -> Asked:
-        try:
-            call = kernel.prepare()
-            if not self.recorded:
-                return _unrecorded(call())
-            call()  # kernels have a first time
-            with allocator.record(self.kind) as recording:
-                result = call()
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            what = f"the kernel {kernel.key.partition(',')[0].strip('(')} in compiled mode"
-            raise Unsupported(what, f"it does not run on tensors like those of the step: {error}") from error
+        for number in _FILLED:
+            try:
+                return self._asked(kernel, number)
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                failed = error
+        what = f"the kernel {kernel.key.partition(',')[0].strip('(')} in compiled mode"
+        raise Unsupported(what, f"it does not run on tensors like those of the step: {failed}") from failed
+
+    def _asked(self, kernel: Kernel, number: float) -> Asked:
+        call = kernel.prepare(number)
+        if not self.recorded:
+            return _unrecorded(call())
+        call()  # kernels have a first time
+        with allocator.record(self.kind) as recording:
+            result = call()
         at = {e.data_ptr: e.id for e in recording.events if e.kind == "alloc"}
         events = tuple((e.id, e.nbytes if e.kind == "alloc" else -1) for e in recording.events)
         tree = _tree(result, lambda t: at.get(t.untyped_storage().data_ptr(), -1))

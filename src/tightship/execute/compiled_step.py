@@ -395,10 +395,7 @@ class _Compilation:
             program, self.optimizer, flat, call, plan, self.measured.kind, self.device,
             strict=self.settings.strict,
         )  # fmt: skip
-        if not self.measured.recorded:
-            made.notes.append(
-                "no C++ compiler: nothing is placed or measured, and kernels' workspaces count as 0"
-            )
+        made.notes += self.measured.notes()
         return made
 
     def replayed(self, lowered: Lowered) -> StepReplay:

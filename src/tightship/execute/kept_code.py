@@ -198,5 +198,5 @@ def _tree(result: Any) -> Any:
     raise TypeError(result)
 
 
-def _gone() -> NoReturn:
+def _gone(_number: float) -> NoReturn:
     raise Unsupported("a kernel of kept code", "what it asks for is kept with it", "report this")

@@ -410,10 +410,7 @@ class _Compilation:
             graph._passes[name] = CompiledPass(
                 self.calls[kind], passes[k], plan.static, self.measured.kind, where
             )
-        if not self.measured.recorded:
-            graph.notes.append(
-                "no C++ compiler: nothing is placed or measured, and kernels' workspaces count as 0"
-            )
+        graph.notes += self.measured.notes()
 
 
 class _Search:

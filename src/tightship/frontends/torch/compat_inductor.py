@@ -45,7 +45,9 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     digest,
     draws,
     extract,
+    is_view,
     origin,
+    overwritten,
     overwritten_count,
     results_of,
     runs_once,
@@ -72,9 +74,11 @@ __all__ = [
     "draws",
     "dry_graph",
     "extract",
+    "is_view",
     "lower",
     "of_module",
     "origin",
+    "overwritten",
     "overwritten_count",
     "require_inductor",
     "runs_once",
@@ -92,8 +96,8 @@ _LEANED_ON: Final = {
         "create_compiler_config_extra", "get_num_model_outputs",
     ),
     "torch._inductor.config": (
-        "allow_buffer_reuse", "custom_partitioner_fn", "fx_graph_cache", "graph_partition", "inplace_buffers",
-        "layout_optimization", "memory_planning", "post_grad_custom_pre_pass",
+        "allow_buffer_reuse", "cpp_wrapper", "custom_partitioner_fn", "fx_graph_cache", "fx_wrapper",
+        "graph_partition", "inplace_buffers", "layout_optimization", "memory_planning", "post_grad_custom_pre_pass",
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
     "torch._inductor.exc": ("InductorError",),
@@ -140,6 +144,17 @@ def require_inductor() -> None:
             f"it leans on private interfaces of Inductor {VERSION} that are not here: {', '.join(gone)}",
             f'install an unmodified torch>={VERSION},<2.14, or use mode="exact"',
         )
+    from torch._inductor import config
+
+    for name in ("cpp_wrapper", "fx_wrapper"):
+        if getattr(config, name):
+            raise _refused(name, "the lines of such code are not those that are replayed")
+
+
+def _refused(name: str, why: str) -> Unsupported:
+    return Unsupported(
+        f"torch._inductor.config.{name} in compiled mode", why, f'leave {name} as it is, or use mode="exact"'
+    )
 
 
 def _has(module: str, name: str) -> bool:
@@ -417,8 +432,10 @@ def compile_graph(
     caches count: what they have is not partitioned, lowered or compiled again. Raises `Outdated` where they have
     passes whose lines nobody kept."""
     require_inductor()
-    from torch._inductor import compile_fx
+    from torch._inductor import compile_fx, config
 
+    if config.custom_partitioner_fn is not None:
+        raise _refused("custom_partitioner_fn", "what is saved and what is recomputed is the plan")
     orig = (compile_fx.get_num_model_outputs(gm), len(inputs))
 
     def cut(joint: GraphModule, joint_inputs: Sequence[Any], **more: Any) -> Any:

@@ -24,11 +24,13 @@ __all__ = ["ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines"]
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel that Inductor calls and has not written: it may ask for memory by itself. ``key`` is equal for calls
-    that ask the same; ``prepare`` makes tensors like its inputs, ``nbytes`` of them, and returns the call on them."""
+    that ask the same; ``prepare`` makes tensors like its inputs, ``nbytes`` of them, filled with zeros (floats with
+    the number it gets), and returns the call on them. ``foreign``: the op, where it is none of PyTorch's."""
 
     key: str
-    prepare: Callable[[], Callable[[], Any]]
+    prepare: Callable[[float], Callable[[], Any]]
     nbytes: int = 0
+    foreign: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,12 @@ class _Like:
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
 
+_OF_PYTORCH: Final = frozenset(
+    "aten prim prims inductor rngprims higher_order quantized mkldnn mkl onednn _c10d_functional".split()
+)
+"""Namespaces of ops that do nothing but compute their results."""
+
+
 _RANDOM_STATE: Final = "a state of the random generator"
 """Stands for one: zeros are none."""
 
@@ -273,12 +281,14 @@ def _kernel(node: Any) -> Kernel:
     name = str(getattr(node, "op_overload", None) or node.get_kernel_name())
     call = _callable(node)
 
-    def prepare() -> Callable[[], Any]:
-        a, k = _sampled(args), _sampled(kwargs)
+    def prepare(number: float) -> Callable[[], Any]:
+        a, k = _sampled(args, number), _sampled(kwargs, number)
         return lambda: call(*a, **k)
 
     nbytes = sum(like.nbytes for like in _likes((args, kwargs)))
-    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare, nbytes)
+    op = getattr(node, "op_overload", None)
+    foreign = str(op) if getattr(op, "namespace", "aten") not in _OF_PYTORCH else ""
+    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare, nbytes, foreign)
 
 
 def _likes(tree: Any) -> Iterator[_Like]:
@@ -299,17 +309,17 @@ def _constant(x: Any) -> Any:
     return x
 
 
-def _sampled(tree: Any) -> Any:
-    """Zeros are values that every op takes: indices among them."""
+def _sampled(tree: Any, number: float) -> Any:
+    """Zero is an index that every op takes; a probability may have to be more."""
     if isinstance(tree, _Like):
         new = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
-        return new.zero_()
+        return new.fill_(number if new.is_floating_point() else 0)
     if tree is _RANDOM_STATE:
         return torch.get_rng_state()
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_sampled(x) for x in tree)
+        return type(tree)(_sampled(x, number) for x in tree)
     if isinstance(tree, dict):
-        return {k: _sampled(x) for k, x in tree.items()}
+        return {k: _sampled(x, number) for k, x in tree.items()}
     return tree
 
 

@@ -17,12 +17,17 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch.compat import VERSION, is_random
-from tightship.frontends.torch.compat_compile import mutates
+from tightship.frontends.torch.compat_compile import (
+    is_backward,
+    mutates,
+    overwritten_inputs,
+    wanted_by_forward,
+)
 from tightship.frontends.torch.compat_inductor_lines import ORIGIN
 
 __all__ = [
-    "Pair", "as_planned", "copied", "digest", "draws", "extract", "origin", "overwritten_count", "results_of",
-    "runs_once", "stock_pair", "stock_saved", "with_backward",
+    "Pair", "as_planned", "copied", "digest", "draws", "extract", "is_view", "origin", "overwritten",
+    "overwritten_count", "results_of", "runs_once", "stock_pair", "stock_saved", "with_backward",
 ]  # fmt: skip
 
 
@@ -58,6 +63,42 @@ def runs_once(node: Node) -> bool:
     """Whether a node may not run again: it draws, writes into what there is, or is seen from outside. fx takes what
     may draw random numbers for impure, also where it draws none, as attention without dropout does."""
     return draws(node) or mutates(node) or node.is_impure(impure_random=False)
+
+
+_LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
+
+
+def is_view(n: Node) -> bool:
+    """Whether a node's result lies in the memory of what it reads."""
+    schema = getattr(n.target, "_schema", None)
+    if str(n.target) in _LIKE_VIEWS or schema is None:
+        return str(n.target) in _LIKE_VIEWS
+    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
+def overwritten(gm: GraphModule) -> set[Node]:
+    """The inputs of a joint or forward graph that are written to once the forward pass has run, and their views:
+    the backward pass would read other numbers there."""
+    written = [n.args[0] for n in gm.graph.nodes if wanted_by_forward(n)]
+    found = {
+        *overwritten_inputs(gm),
+        *(n for n in written if isinstance(n, Node) and n.op == "placeholder"),
+    }
+    for n in gm.graph.nodes if found else ():
+        if is_view(n) and any(a in found for a in n.all_input_nodes):
+            found.add(n)
+    return found
+
+
+def _only_forward(gm: GraphModule) -> tuple[set[str], set[str]]:
+    """Of a joint graph: what the backward pass may not be given, and what has to be saved for it where it reads it,
+    by name. Nothing that draws, or reads what is overwritten, may run again."""
+    gone = overwritten(gm)
+    once = [
+        n for n in gm.graph.nodes
+        if draws(n) or (n not in gone and not mutates(n) and any(a in gone for a in n.all_input_nodes))
+    ]  # fmt: skip
+    return {n.name for n in gone}, {part.name for n in once for part in [n, *_parts(n)]}
 
 
 def overwritten_count(pair: Pair) -> int:
@@ -117,7 +158,7 @@ def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[i
         return _checked(pair)
     except (
         Unsupported
-    ):  # below a budget of 1 it draws dropout's seeds anew in the backward pass: here they are saved
+    ):  # below a budget of 1 it draws dropout's seeds, and reads overwritten inputs, in the backward pass
         return extract(joint, outputs, pair.saved)
 
 
@@ -169,15 +210,17 @@ def _nodes(results: Sequence[Any]) -> list[Node]:
 
 
 def extract(joint: GraphModule, outputs: int, saved: Sequence[str], needed: Collection[str] = ()) -> Pair:
-    """The partition that saves the nodes of these names, and what draws random numbers, and computes again whatever
-    else the backward pass needs, each node right before its first use. What is ``needed`` of it is saved where this
-    backward pass does not read it, too: another one will. Raises ``Unsupported`` where that would draw random numbers
-    twice."""
+    """The partition that saves the nodes of these names, what draws random numbers and what reads inputs that are
+    overwritten, and computes again whatever else the backward pass needs, each node right before its first use. What
+    is ``needed`` of it is saved where this backward pass does not read it, too: another one will. Raises
+    ``Unsupported`` where that would draw random numbers twice."""
     from torch._functorch import partitioners
 
     gm = copied(joint)
     more = _also_returned(gm, needed)
-    names = {*saved, *(part.name for n in gm.graph.nodes if draws(n) for part in [n, *_parts(n)])}
+    gone, once = _only_forward(gm)
+    _check_reads(gm, gone)
+    names = ({*saved} - gone) | once
     nodes = [n for n in gm.graph.nodes if n.name in names]
     nodes.sort(key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
     forward, backward = partitioners._extract_fwd_bwd_modules(gm, nodes, [], num_fwd_outputs=outputs)
@@ -257,7 +300,23 @@ def as_planned(graph: GraphModule, *, backward: bool) -> dict[str, Any]:
     return {"allow_buffer_reuse": False, **({"layout_optimization": False} if backward else {})}
 
 
+def _check_reads(gm: GraphModule, gone: Collection[str]) -> None:
+    for n in gm.graph.nodes if gone else ():
+        if is_backward(n) and not mutates(n) and any(a.name in gone for a in n.all_input_nodes):
+            raise Unsupported(
+                f"{n.name} in compiled mode",
+                "the backward pass reads an input that the forward pass overwrites",
+                "write to a copy of the input",
+            )
+
+
 def _checked(pair: Pair) -> Pair:
+    gone = overwritten(pair.forward)
+    if late := {n.name for n in gone}.intersection(pair.saved):
+        raise Unsupported(
+            f"saving {', '.join(sorted(late))}", "the forward pass overwrites it, and the numbers would be others",
+            "report this",
+        )  # fmt: skip
     first = {n.name for n in pair.forward.graph.nodes if draws(n)}
     given = [n.name for n in pair.backward.graph.nodes if n.op == "placeholder"]
     if tuple(given[: len(pair.saved)]) != pair.saved:
@@ -266,8 +325,8 @@ def _checked(pair: Pair) -> Pair:
             "it would get other tensors",
             "report this",
         )
-    late = [origin(n) for n in pair.backward.graph.nodes if draws(n)]
-    twice = [name for k, name in enumerate(late) if name in first or name in late[:k]]
+    again = [origin(n) for n in pair.backward.graph.nodes if draws(n)]
+    twice = [name for k, name in enumerate(again) if name in first or name in again[:k]]
     if twice:
         raise Unsupported(
             f"drawing {', '.join(twice)} again in the backward pass",

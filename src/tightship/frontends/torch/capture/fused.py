@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from tightship.errors import Unsupported
 from tightship.frontends.builder import GraphBuilder, trace_line
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
+from tightship.frontends.torch.compat_inductor import is_view
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.plan import Plan, Step
@@ -31,7 +32,6 @@ __all__ = [
     "place_of", "tensors_of", "with_excess", "with_workspaces",
 ]  # fmt: skip
 
-_LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
 _LIKE_POINTWISE = (
     "prims.convert_element_type.default", "prims.inductor_lookup_seed.default", "prims.inductor_random.default",
     "prims.inductor_lookup_seed", "prims.inductor_random", "inductor_lookup_seed", "inductor_random",
@@ -252,6 +252,7 @@ class Fusing:
     nodes: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     ops: dict[int, Node] = field(default_factory=dict)
+    overwritten: set[Node] = field(default_factory=set)  # inputs that are others in the backward pass
 
     def run(self) -> FusedJoint:
         (output,) = self.gm.graph.find_nodes(op="output")
@@ -259,6 +260,7 @@ class Fusing:
         self.calls = [n for n in self.gm.graph.nodes if n.op == "call_function"]
         self._check()
         self.late = _late(self.gm, self.results[: self.outputs])
+        self.overwritten = compat_inductor.overwritten(self.gm)
         self.exists = self._existing()
         primals = self._primals()
         for n in self.calls:
@@ -343,7 +345,7 @@ class Fusing:
         for n in self.gm.graph.find_nodes(op="placeholder"):
             if compat_compile.is_tangent(n):
                 continue
-            names.append(n.name)
+            names += [] if n in self.overwritten else [n.name]
             for t in tensors_of(n):
                 self._value(n, t, "input")
                 self.builder.inputs.append(self.value[n])
@@ -369,13 +371,14 @@ class Fusing:
         outs = tuple(self.value[m] for m in made if m in self.value)
         if not outs and not effect:
             return
+        once = any(self.value.get(m) in reads for m in self.overwritten)
         flops, seconds = self._cost(n, reads, outs)
         self.seconds[n.name] = seconds
         phase = "backward" if n in self.late else "forward"
         at = self.builder.op(
             Op(
                 self.builder.op_name(n.name), str(n.target), tuple(reads), outs, random=compat_inductor.draws(n),
-                effect=effect, time=seconds, flops=flops, phase=phase, source=place_of(n),
+                effect=effect or once, time=seconds, flops=flops, phase=phase, source=place_of(n),
                 overwrites=self._overwrites(n),
             )
         )  # fmt: skip
@@ -468,13 +471,6 @@ def _late(gm: GraphModule, forward: Sequence[Any]) -> set[Node]:
 
 
 # --- kinds of nodes ---
-
-
-def is_view(n: Node) -> bool:
-    schema = getattr(n.target, "_schema", None)
-    if str(n.target) in _LIKE_VIEWS or schema is None:
-        return str(n.target) in _LIKE_VIEWS
-    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
 def _is_created(n: Node) -> bool:
