@@ -31,6 +31,7 @@ from tightship.frontends.torch.compat_inductor_caches import (
     partitioner,
 )  # fmt: skip
 from tightship.frontends.torch.compat_inductor_lines import (
+    AS_IT_IS,
     ORIGIN,
     SEGMENT,
     Event,
@@ -47,6 +48,7 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     extract,
     origin,
     overwritten_count,
+    realize_as_is,
     results_of,
     runs_once,
     stock_pair,
@@ -55,6 +57,7 @@ from tightship.frontends.torch.compat_inductor_partitions import (
 )  # fmt: skip
 
 __all__ = [
+    "AS_IT_IS",
     "HOOKS",
     "ORIGIN",
     "SEGMENT",
@@ -76,6 +79,7 @@ __all__ = [
     "of_module",
     "origin",
     "overwritten_count",
+    "realize_as_is",
     "require_inductor",
     "runs_once",
     "stock_pair",
@@ -97,6 +101,7 @@ _LEANED_ON: Final = {
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
     "torch._inductor.exc": ("InductorError",),
+    "torch._inductor.graph": ("GraphLowering.find_nodes_prefer_channels_last", "GraphLowering.run_node"),
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal",),
     "torch._inductor.codegen.cpp": (
@@ -263,19 +268,18 @@ def lower(
 ) -> tuple[Lowered, Lowered]:
     """Both graphs of ``pair``, lowered as `compile_graph` would; no kernel is built, and the graphs stay as they
     are. Inside of a compilation only."""
-    from torch._inductor import compile_fx, config
+    from torch._inductor import compile_fx
 
     made: list[Lowered] = []
     extra = compile_fx.create_compiler_config_extra(pair.forward)
     inputs = [n.meta.get("val") for n in pair.forward.graph.find_nodes(op="placeholder")]
     gm = copied(pair.forward)
-    own = [as_planned(gm, backward=gm is pair.backward) for gm in (pair.forward, pair.backward)]
-    with _stopping(made), _foreseen(pair, static), config.patch(own[0]):
+    with _stopping(made), _foreseen(pair, static), as_planned(pair.forward, backward=False):
         compile_fx.compile_fx_forward(
             gm, inputs, num_orig_model_outputs=orig_outputs, num_example_inputs=orig_inputs,
             compiler_config_extra=extra, inner_compile=compile_fx.compile_fx_inner,
         )  # fmt: skip
-    with _stopping(made), _foreseen(pair, static), config.patch(own[1]):
+    with _stopping(made), _foreseen(pair, static), as_planned(pair.backward, backward=True):
         compile_fx.compile_fx_backward(
             copied(pair.backward), _restrided(pair, made[0]), compiler_config_extra=extra,
             inner_compile=compile_fx.compile_fx_inner,
@@ -463,13 +467,13 @@ def _made(
     from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
     before = get_custom_graph_passes(config.post_grad_custom_pre_pass)
-    planned = as_planned(graph, backward=kind == "backward")
     key = None
     for cached in (code is not None and bool(config.fx_graph_cache), False):
-        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None, **planned}
+        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None}
         if cached and code is not None:
             own["post_grad_custom_pre_pass"] = [*before, named(graph, code.version)]
-        with config.patch(own), _recording(stop=False) as recorder:
+        settings = as_planned(graph, backward=kind == "backward", **own)
+        with settings, _recording(stop=False) as recorder:
             made = compile_fx.compile_fx_inner(graph, inputs, **more)
         key = key or getattr(made, "_fx_graph_cache_key", None)
         if recorder.found:
@@ -593,14 +597,13 @@ def compile_flat(
     a function of a list of arguments, which it empties, and what it was lowered to; ``code`` as in
     `compile_graph`."""
     require_inductor()
-    from torch._inductor import compile_fx, config
+    from torch._inductor import compile_fx
 
     found: list[Any] = []
 
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
         def lowered(candidate: GraphModule) -> Lowered:
-            own = as_planned(candidate, backward=False)
-            with _lowering_alone() as recorder, config.patch(own):
+            with _lowering_alone() as recorder, as_planned(candidate, backward=False):
                 compile_fx.compile_fx_inner(copied(candidate), example_inputs, **more)
             if not recorder.found:
                 raise Unsupported("a step that computes nothing", "there is nothing to lower")

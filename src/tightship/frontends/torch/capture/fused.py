@@ -83,6 +83,7 @@ class FusedJoint:
         """``pair``, which saves what `saved` says, with the backward pass as the plan has it: its order, and a copy
         of an op's nodes for each time that it runs. Raises ``Unsupported`` where the plan computes in the backward
         pass what draws random numbers or must happen once."""
+        compat_inductor.realize_as_is(pair.forward, {n.name for n in self.exists if lies_otherwise(n)})
         return compat_inductor.with_backward(pair, Writing(self, plan, pair).run())
 
     def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph:
@@ -218,6 +219,8 @@ class Writing:
         resolve = self.read if given is None else lambda a: given.get(a) or self.read(a)
         new = self.fx.node_copy(node, resolve)
         new.meta = {**node.meta, compat_inductor.ORIGIN: node.name, compat_inductor.SEGMENT: self.segment}
+        if node in self.joint.exists and lies_otherwise(node):
+            new.meta[compat_inductor.AS_IT_IS] = True
         return new
 
     def read(self, node: Node) -> Node:
@@ -485,6 +488,12 @@ def is_pointwise(n: Node) -> bool:
     if compat_inductor.draws(n) or compat_compile.mutates(n):
         return False
     return torch.Tag.pointwise in getattr(n.target, "tags", ()) or str(n.target) in _LIKE_POINTWISE
+
+
+def lies_otherwise(n: Node) -> bool:
+    """Whether a pointwise result does not lie in the order of its sizes: what Inductor makes of it by itself does,
+    and is copied for each kernel of somebody else's that reads it through a view."""
+    return is_pointwise(n) and any(t.dim() > 1 and not t.is_contiguous() for t in tensors_of(n))
 
 
 def is_reduction(n: Node) -> bool:
