@@ -640,6 +640,14 @@ def test_a_hook_that_is_gone_is_named(module, name, monkeypatch):
         compat_inductor.require_inductor()
 
 
+def test_a_mark_that_inductor_does_not_read_is_named(monkeypatch):
+    from torch._inductor.graph import GraphLowering
+
+    monkeypatch.setattr(GraphLowering, "run_node", lambda self, n: None)
+    with pytest.raises(errors.Unsupported, match=compat_inductor.AS_IT_IS):
+        compat_inductor.require_inductor()
+
+
 def _leaned_on(path):
     """(module, name) of PyTorch's private interfaces that a file imports, reads of modules it imports, or patches."""
     return {x for part in ast.parse(path.read_text(encoding="utf-8")).body for x in _leaned_on_by(part)}
@@ -1052,7 +1060,9 @@ def planned_lines(model, x, share):
         search = torch_inductor._Search(owner, joint, inputs, outputs, static, lower)
         graph = search.model.graph
         unplanned = simulate.replay(graph, simulate.baseline(graph)).peak
-        plan = default_plan(graph, int(unplanned * share), Options(place=False, allow="recompute", work=200_000))
+        plan = default_plan(
+            graph, int(unplanned * share), Options(place=False, allow="recompute", work=200_000)
+        )
         pair = search.planned(plan)
         lines = lower(pair)
         replay = owner.step(pair, *lines).replay(owner.measured, owner.align)
@@ -1105,6 +1115,24 @@ def test_saved_inputs_of_convolutions_are_handed_on_as_they_lie():
     names = dict(zip(given, forward.inputs, strict=True))
     for name, kept in zip(pair.saved, forward.outputs[pair.outputs :], strict=True):
         assert name not in saved or kept == names[name]
+
+
+def test_a_convolution_of_an_input_runs_again_in_the_layout_that_it_had():
+    """Else what follows it would lie in another layout than what was saved, and be copied."""
+    rows = [m for k in (3, 16, 16, 16) for m in (nn.Conv2d(k, 16, 3, padding=1), nn.Tanh())]
+    joint, outputs = joint_of(nn.Sequential(*rows), images())
+    model = fuse(joint, outputs)
+    unplanned = simulate.replay(model.graph, simulate.baseline(model.graph)).peak
+    plan = default_plan(
+        model.graph, int(unplanned * 0.7), Options(place=False, allow="recompute", work=200_000)
+    )
+    pair = compat_inductor.extract(joint, outputs, model.saved(plan), model.needed(plan))
+    pair = model.ordered(plan, pair)
+    again = [n for n in pair.backward.graph.nodes if compat_inductor.origin(n) == "convolution"]
+    assert again
+    turned = compat_inductor.turns_to_channels_last(pair.forward)
+    for n in again:
+        assert n.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last) == turned
 
 
 # --- convolutions and batch norm ---

@@ -53,6 +53,7 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     runs_once,
     stock_pair,
     stock_saved,
+    turns_to_channels_last,
     with_backward,
 )  # fmt: skip
 
@@ -85,6 +86,7 @@ __all__ = [
     "stock_pair",
     "stock_saved",
     "traced",
+    "turns_to_channels_last",
     "with_backward",
 ]
 
@@ -101,7 +103,9 @@ _LEANED_ON: Final = {
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
     "torch._inductor.exc": ("InductorError",),
-    "torch._inductor.graph": ("GraphLowering.find_nodes_prefer_channels_last", "GraphLowering.run_node"),
+    "torch._inductor.graph": (
+        "GraphLowering.decide_layout_opt", "GraphLowering.find_nodes_prefer_channels_last", "GraphLowering.run_node",
+    ),
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal",),
     "torch._inductor.codegen.cpp": (
@@ -139,12 +143,21 @@ def require_inductor() -> None:
     """Raises ``Unsupported``, naming every hook of `HOOKS` that the installed PyTorch does not have."""
     require_torch()
     gone = [f"{module}.{name}" for module, name in HOOKS if not _has(module, name)]
+    if not gone and not _realizes_as_is():
+        gone = [f"node.meta[{AS_IT_IS!r}] in torch._inductor.graph.GraphLowering.run_node"]
     if gone:
         raise Unsupported(
             "compiled mode on this PyTorch",
             f"it leans on private interfaces of Inductor {VERSION} that are not here: {', '.join(gone)}",
             f'install an unmodified torch>={VERSION},<2.14, or use mode="exact"',
         )
+
+
+def _realizes_as_is() -> bool:
+    """Whether Inductor reads `AS_IT_IS` of the nodes that it lowers."""
+    from torch._inductor.graph import GraphLowering
+
+    return AS_IT_IS in GraphLowering.run_node.__code__.co_consts
 
 
 def _has(module: str, name: str) -> bool:

@@ -22,7 +22,8 @@ from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, ORIGIN
 
 __all__ = [
     "Pair", "as_planned", "copied", "digest", "draws", "extract", "origin", "overwritten_count",
-    "realize_as_is", "results_of", "runs_once", "stock_pair", "stock_saved", "with_backward",
+    "realize_as_is", "results_of", "runs_once", "stock_pair", "stock_saved", "turns_to_channels_last",
+    "with_backward",
 ]  # fmt: skip
 
 
@@ -251,6 +252,13 @@ def realize_as_is(gm: GraphModule, names: Collection[str]) -> None:
     for n in gm.graph.nodes:
         if origin(n) in names:
             n.meta[AS_IT_IS] = True
+
+
+def turns_to_channels_last(forward: GraphModule) -> bool:
+    """Whether Inductor will have the convolutions of a forward pass in channels-last."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(forward, is_inference=False))
 
 
 @contextmanager
