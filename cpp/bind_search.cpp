@@ -4,9 +4,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
+
 #include "bind_alarm.h"
 #include "bind_arrays.h"
 #include "flow.h"
+#include "linear_bound.h"
 #include "search.h"
 #include "states.h"
 
@@ -166,6 +169,33 @@ i64 value_of(Cuts& cuts, const Flags& open, const Array<i64>& free) {
     check::length("open", open, cuts.count(), "switch");
     check::within("free", free, 0, cuts.edges() - 1, "must be an edge");
     return cuts.value(to_vector(open), to_vector(free));
+}
+
+nb::tuple linear_bound_of(const RowsIn& rows, const Array<double>& coefficient, const Array<double>& limit,
+                          const Array<double>& cost, const Array<double>& low, const Array<double>& high,
+                          i64 rounds, double enough, double seconds) {
+    const i64 columns = check::count("cost", cost), count = check::count("limit", limit);
+    check::rows("rows", rows, count, "limit", 0, columns - 1, "must be a column");
+    check::length("coefficient", coefficient, static_cast<i64>(rows.second.shape(0)), "entry");
+    check::length("low", low, columns, "column");
+    check::length("high", high, columns, "column");
+    for (const auto& [name, numbers] : {std::pair{"coefficient", &coefficient},
+                                        {"limit", &limit},
+                                        {"cost", &cost},
+                                        {"low", &low},
+                                        {"high", &high}})
+        for (std::size_t k = 0; k < numbers->shape(0); ++k)
+            if (!std::isfinite(numbers->data()[k]))
+                check::refuse(check::entry(name, k, numbers->data()[k]), "must be finite");
+    check::seconds(seconds);
+    const Linear program{to_vector(rows.first), to_vector(rows.second), to_vector(coefficient),
+                         to_vector(limit),      to_vector(cost),        to_vector(low),
+                         to_vector(high)};
+    Alarm alarm;
+    Bound found =
+        unlocked([&] { return linear_bound(program, check::at_most(rounds), enough, alarm.set(seconds)); });
+    alarm.raise();
+    return nb::make_tuple(found.value, to_numpy(std::move(found.prices)));
 }
 
 Result<std::uint8_t> reached_of(const Array<i32>& start, const RowsIn& edges) {
@@ -408,6 +438,11 @@ void bind_search(nb::module_& m) {
         .def(
             "value", &value_of, "open"_a, "free"_a,
             "Capacity of a minimum cut with some switches open, without the capacity of the edges that are free.");
+    m.def(
+        "linear_bound", &linear_bound_of, "rows"_a, "coefficient"_a, "limit"_a, "cost"_a, "low"_a, "high"_a,
+        "rounds"_a, "enough"_a, "seconds"_a = std::numeric_limits<double>::infinity(),
+        "What every x between low and high with rows at most their limits costs at least, as far as so many "
+        "rounds prove, or enough; and the prices of the rows.");
     m.def("reached", &reached_of, "start"_a, "edges"_a,
           "Which nodes edges lead to from a start, or from one that is reached.");
     nb::class_<Engine>(m, "Engine")

@@ -21,6 +21,10 @@ class Cuts:
     ) -> None: ...
     def value(self, open: U8, free: I64) -> int: ...
 
+def linear_bound(
+    rows: tuple[I64, I32], coefficient: F64, limit: F64, cost: F64, low: F64, high: F64, rounds: int, enough: float,
+    seconds: float = ...,
+) -> tuple[float, Any]: ...  # fmt: skip
 def reached(start: I32, edges: tuple[I64, I32]) -> Any: ...
 
 class Copy:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 from tightship.graph import Graph, Op, Storage, Value
+from tightship.simulate import baseline, replay
 
 
 def chain(n: int, size: int = 64) -> Graph:
@@ -57,3 +60,59 @@ def fan(branches: int, large: int = 1024, small: int = 64) -> Graph:
     big = [made(f"large{k}", large, (0,)) for k in range(branches)]
     end = made("end", 64, tuple(made(f"small{k}", small, (b,)) for k, b in enumerate(big)))
     return Graph(tuple(ops), tuple(values), tuple(storages), (0,), (end,))
+
+
+def limit_of(graph: Graph, part: float) -> int:
+    base = replay(graph, baseline(graph)).peak
+    return graph.static_bytes + int(part * (base - graph.static_bytes))
+
+
+def trained(seed: int) -> Graph:
+    """A small network with skips, ops in place and gradients that stay, forward and back."""
+    rng = random.Random(seed)
+    storages, ops, results = [Storage("x", 64, "input")], [], []
+
+    def stored(name: str) -> int:
+        storages.append(Storage(name, 64 * rng.randint(1, 4)))
+        return len(storages) - 1
+
+    def seconds() -> float:
+        return float(rng.randint(1, 5))
+
+    made = [0]
+    for k in range(rng.choice((3, 4))):
+        reads = {made[-1], *rng.sample(made, rng.random() < 0.4)}
+        made.append(stored(f"f{k}"))
+        ops.append(
+            Op(
+                f"f{k}",
+                "f",
+                tuple(sorted(reads)),
+                (made[-1],),
+                time=seconds(),
+                workspace=64 * rng.randint(0, 1),
+            )
+        )
+        if rng.random() < 0.2:
+            ops.append(Op(f"m{k}", "m", (made[-1],), (), mutates=(made[-1],), time=seconds()))
+    last = made[-1]
+    for k in reversed(range(1, len(made))):
+        reads = {last, made[k], *rng.sample(made, rng.random() < 0.5)}
+        goes_on = stored(f"b{k}")
+        writes = (goes_on, *(stored(f"w{k}") for _ in range(rng.random() < 0.5)))
+        results += writes[1:]
+        same = [(a, goes_on) for a in sorted(reads) if a and storages[a].size == storages[goes_on].size]
+        ops.append(
+            Op(
+                f"b{k}",
+                "b",
+                tuple(sorted(reads)),
+                writes,
+                time=seconds(),
+                phase="backward",
+                overwrites=tuple(same[:1]),
+            )
+        )
+        last = goes_on
+    values = tuple(Value(s.name, k) for k, s in enumerate(storages))
+    return Graph(tuple(ops), values, tuple(storages), (0,), (*results, last))

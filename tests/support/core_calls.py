@@ -239,6 +239,11 @@ def cut_calls() -> Iterator[Call]:
     cuts = _core.Cuts(**arguments, **edges, switches=3)  # whose last edge is a switch
     opened = partial(cuts.value, free=np.array([0]))
     yield Call("Cuts.value", opened, {"open": np.array([1], np.uint8)})
+    program = {name: np.ones(2) for name in ("cost", "low", "high")} | {"limit": np.ones(1)}
+    entries = {"rows": (np.array([0, 2]), np.array([0, 1], np.int32)), "coefficient": np.ones(2)}
+    yield Call(
+        "linear_bound", _core.linear_bound, entries | program | {"rounds": 40, "enough": 1.0, "seconds": 1.0}
+    )
     reach = partial(_core.reached, np.array([0], np.int32))  # of which there may be any number
     yield Call("reached", reach, {"edges": (np.array([0, 1, 2, 2]), np.array([1, 2], np.int32))})
 

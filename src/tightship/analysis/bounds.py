@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ from tightship.options import NEVER, Deadline
 from tightship.simulate import extras, unplanned
 
 __all__ = [
-    "Bound", "Moment", "Priced", "Relaxation", "lower_bound", "relaxation", "replayable", "runs_again",
+    "Bound", "Moment", "Priced", "Relaxation", "Ways", "lower_bound", "relaxation", "replayable", "runs_again",
     "single_moments", "time_bound",
 ]  # fmt: skip
 
@@ -60,6 +60,14 @@ _CUT_WORK = 400_000
 """Moments looked at, at most, and ops in all of them together (an op and all its ancestors make one network)."""
 _TOPS, _BESIDE = 3, (1, 2, 4, 8, 16)
 """Of the moments looked at, how many of the best have those so many ops beside them looked at, too."""
+
+
+class Ways(TypedDict):
+    """What the plans may do that a bound is for: the keywords of `lower_bound` and of bounds on the time."""
+
+    redraw: bool
+    least: Mapping[int, int]
+    in_place: bool
 
 
 def runs_again(graph: Graph, op: int, *, redraw: bool = True) -> bool:
@@ -152,6 +160,11 @@ class Relaxation:
         seconds = self.graph.columns.time
         scaled = (seconds / self.total * _SCALE).astype(np.int64) if self.total else np.int64(0)
         return np.where(self.again, scaled, -1)
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """Parts of the time that ops take when they run again, as cuts count them; 0 for what never does."""
+        return np.maximum(self._scaled, 0) / _SCALE
 
     @cached_property
     def _touched(self) -> NDArray[np.int64]:

@@ -193,7 +193,8 @@ class _Stretches:
             held = m.new_bool_var("")
             self.held[j].append((s, held))
             ways.append(held)
-            if j and (earlier := self._need(j - 1, s)) is not None:
+            whole = len(self.of.writes[s]) == 1  # of others, a part may have been written then
+            if j and whole and (earlier := self._need(j - 1, s)) is not None:
                 m.add_implication(held, earlier)
         m.add_bool_or([*ways, need.negated()])
         for op in self.of.writes[s]:

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice, pairwise
 from typing import Any, TypedDict
 
-from tightship.analysis.bounds import lower_bound, relaxation
+from tightship.analysis.bounds import Ways, lower_bound, relaxation
+from tightship.analysis.linked_moments import linked_bound
 from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
 from tightship.analysis.order import is_legal
@@ -256,6 +257,7 @@ def plan(
         problem = problem_of(graph, order, o)
     search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED), far)
     found, layout = search.ahead(*search.fit(progress, clock), progress, clock)
+    search.prove_more(found.timeline, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
     made = replace(search.verified(found.steps, found.timeline, layout, name, clock.began), termination=ended)
@@ -357,15 +359,7 @@ class _Search:
             self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
             if o.evict == _EXACT_PLANNER and _means(o) == ("recompute",):
                 self.time_bound = max(self.time_bound, self._proved(budget))
-        self.bound = int(
-            lower_bound(
-                self.graph,
-                redraw=_REDRAW in _means(self.options),
-                least=_least(self.problem),
-                in_place=self.problem.in_place,
-                deadline=self.deadline,
-            )
-        )
+        self.bound = int(lower_bound(graph, **_ways(self.problem, o), deadline=self.deadline))
 
     def _proved(self, budget: int) -> float:
         """A bound on the time for which there is a solver."""
@@ -374,6 +368,14 @@ class _Search:
         deadline, in_place = self.deadline, self.problem.in_place
         extra = exact.least_extra(self.graph, budget, deadline, redraw=False, in_place=in_place)
         return math.fsum(self.graph.columns.time) + extra
+
+    def prove_more(self, line: Timeline, clock: _Clock) -> None:
+        """A bound from more moments together, where the plan is far above the one that the search began with."""
+        if line.time <= self.time_bound + _FAR * self.before.time or self._ends(clock):
+            return
+        if self.budget is not None and self.time_bound:
+            args = (self.graph, self.budget, line, self.time_bound)
+            self.time_bound = linked_bound(*args, **_ways(self.problem, self.options), deadline=clock.search)
 
     def _without_solver(self, progress: Progress | None, clock: _Clock) -> floor.Placed | None:
         """What the default search finds in half of the time, if that is near enough to what the solver proved."""
@@ -510,12 +512,7 @@ class _Search:
                 return
         for peak, _, pair in sorted(looked)[:_TURNS]:
             fits = self.reached.within(self.budget) is not None
-            if (
-                fits
-                or peak >= self.reached.plans[0].found.timeline.peak
-                or self.interrupted
-                or clock.search.over
-            ):
+            if fits or peak >= self.reached.plans[0].found.timeline.peak or self._ends(clock):
                 return
             self._take_turns(pair, clock)
 
@@ -555,7 +552,7 @@ class _Search:
     def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""
         assert self.budget is not None
-        if self._near() or self.interrupted or clock.search.over or len(self.graph.ops) > _DEEP:
+        if self._near() or self._ends(clock) or len(self.graph.ops) > _DEEP:
             return
         best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
         tried.append(order)
@@ -596,7 +593,7 @@ class _Search:
         count, most = 1, self._divisible()
         fits = self.reached.within(self.budget) is not None
         looked: list[tuple[int, int]] = []  # peak, number
-        while count <= most and not (self._near() or self.interrupted or clock.search.over):
+        while count <= most and not (self._near() or self._ends(clock)):
             before, problem = self.reached.within(self.budget), self._parted(count, clock)
             found = self._look(problem, progress, clock, _LOOK if fits else _LONG_LOOK)
             looked.append((found.decision.peak, count))
@@ -609,11 +606,7 @@ class _Search:
                 return
             else:
                 count += (count + 1) // 2
-        if (
-            looked
-            and self.reached.within(self.budget) is None
-            and not (self.interrupted or clock.search.over)
-        ):
+        if looked and self.reached.within(self.budget) is None and not self._ends(clock):
             self._searched(self._parted(min(looked)[1], clock), progress, clock)
 
     def _parted(self, count: int, clock: _Clock) -> EvictionProblem:
@@ -645,7 +638,7 @@ class _Search:
         for turn in range(_AGAIN):
             best = self.reached.within(self.budget)
             start = best.found if best is not None else self.best
-            if self._near() or self.interrupted or clock.search.over or start is None or (turn and best):
+            if self._near() or self._ends(clock) or start is None or (turn and best):
                 return
             problem = floor.reordered(self.problem, self.graph, start.steps, clock.search.part(_PREPARED))
             if problem is None or problem.order in tried:
@@ -851,9 +844,11 @@ def least_time(
     graph: Graph, problem: EvictionProblem, o: Options, budget: int, deadline: Deadline = NEVER
 ) -> float:
     """Seconds no plan by the ways that the options allow can go below."""
-    redraw = _REDRAW in _means(o)
-    least, in_place = _least(problem), problem.in_place
-    return chain_bound(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
+    return chain_bound(graph, budget, **_ways(problem, o), deadline=deadline)
+
+
+def _ways(problem: EvictionProblem, o: Options) -> Ways:
+    return Ways(redraw=_REDRAW in _means(o), least=_least(problem), in_place=problem.in_place)
 
 
 def _allowed(problem: EvictionProblem, o: Options) -> Hashable:

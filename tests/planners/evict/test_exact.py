@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import random
 import signal
 import subprocess
 import sys
@@ -13,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from support.chains import chain
+from support.chains import chain, limit_of, trained
 from support.optimum import least_extra
 from support.strategies import random_graph
 from tightship.analysis.bounds import Relaxation, time_bound
 from tightship.analysis.moment_chain import ChainBound, chain_bound
 from tightship.errors import Unsupported
-from tightship.graph import Graph, Op, Storage, Value
+from tightship.graph import Graph
 from tightship.options import NEVER
 from tightship.planners import default
 from tightship.planners.evict import anneal, exact
@@ -33,11 +32,6 @@ PROVE = exact.Options(again=4, effort=5.0, seconds=30.0, work=20_000)
 
 def problem_of(graph: Graph) -> EvictionProblem:
     return EvictionProblem(graph, tuple(range(len(graph.ops))))
-
-
-def limit_of(graph: Graph, part: float) -> int:
-    base = replay(graph, baseline(graph)).peak
-    return graph.static_bytes + int(part * (base - graph.static_bytes))
 
 
 def in_order(graph: Graph) -> Graph:
@@ -151,57 +145,6 @@ def test_ctrl_c_is_heard_after_the_solver_as_before() -> None:
             signal.raise_signal(signal.SIGINT)  # the process would end here
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def trained(seed: int) -> Graph:
-    """A small network with skips, ops in place and gradients that stay, forward and back."""
-    rng = random.Random(seed)
-    storages, ops, results = [Storage("x", 64, "input")], [], []
-
-    def stored(name: str) -> int:
-        storages.append(Storage(name, 64 * rng.randint(1, 4)))
-        return len(storages) - 1
-
-    def seconds() -> float:
-        return float(rng.randint(1, 5))
-
-    made = [0]
-    for k in range(rng.choice((3, 4))):
-        reads = {made[-1], *rng.sample(made, rng.random() < 0.4)}
-        made.append(stored(f"f{k}"))
-        ops.append(
-            Op(
-                f"f{k}",
-                "f",
-                tuple(sorted(reads)),
-                (made[-1],),
-                time=seconds(),
-                workspace=64 * rng.randint(0, 1),
-            )
-        )
-        if rng.random() < 0.2:
-            ops.append(Op(f"m{k}", "m", (made[-1],), (), mutates=(made[-1],), time=seconds()))
-    last = made[-1]
-    for k in reversed(range(1, len(made))):
-        reads = {last, made[k], *rng.sample(made, rng.random() < 0.5)}
-        goes_on = stored(f"b{k}")
-        writes = (goes_on, *(stored(f"w{k}") for _ in range(rng.random() < 0.5)))
-        results += writes[1:]
-        same = [(a, goes_on) for a in sorted(reads) if a and storages[a].size == storages[goes_on].size]
-        ops.append(
-            Op(
-                f"b{k}",
-                "b",
-                tuple(sorted(reads)),
-                writes,
-                time=seconds(),
-                phase="backward",
-                overwrites=tuple(same[:1]),
-            )
-        )
-        last = goes_on
-    values = tuple(Value(s.name, k) for k, s in enumerate(storages))
-    return Graph(tuple(ops), values, tuple(storages), (0,), (*results, last))
 
 
 def test_what_is_proved_of_several_moments_holds_for_every_plan_and_is_mostly_the_least() -> None:
