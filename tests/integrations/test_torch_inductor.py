@@ -1,6 +1,7 @@
 """Compiled mode: what Inductor makes of a model, within a budget, its peak as planned, its numbers Inductor's."""
 
 import ast
+import contextlib
 import copy
 import hashlib
 import importlib
@@ -20,6 +21,7 @@ from tightship import errors, simulate
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
 from tightship.frontends.torch import compat_inductor, compat_inductor_lines, compat_inductor_partitions
+from tightship.frontends.torch.capture import fused
 from tightship.frontends.torch.capture.fused import fuse
 from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
@@ -638,6 +640,14 @@ def test_a_hook_that_is_gone_is_named(module, name, monkeypatch):
         compat_inductor.require_inductor()
 
 
+def test_a_mark_that_inductor_does_not_read_is_named(monkeypatch):
+    from torch._inductor.graph import GraphLowering
+
+    monkeypatch.setattr(GraphLowering, "run_node", lambda self, n: None)
+    with pytest.raises(errors.Unsupported, match=compat_inductor.AS_IT_IS):
+        compat_inductor.require_inductor()
+
+
 def _leaned_on(path):
     """(module, name) of PyTorch's private interfaces that a file imports, reads of modules it imports, or patches."""
     return {x for part in ast.parse(path.read_text(encoding="utf-8")).body for x in _leaned_on_by(part)}
@@ -677,6 +687,12 @@ def _is_module(name):
 def test_every_private_interface_that_is_leaned_on_is_looked_for(path):
     listed = {*compat_inductor.HOOKS, *((m, n.partition(".")[0]) for m, n in compat_inductor.HOOKS)}
     assert not {x for x in _leaned_on(path) if x not in listed}
+    names = {name for _, name in compat_inductor.HOOKS}
+    text = [
+        n.value for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant)
+    ]
+    known = {*torch._inductor.config._config, *torch._functorch.config._config}
+    assert {x for x in text if x in known} <= names
 
 
 def test_a_hook_that_is_gone_stops_a_compilation_and_nothing_runs_in_its_place(monkeypatch):
@@ -1075,6 +1091,96 @@ def test_what_a_plan_reads_in_the_backward_pass_is_saved_where_inductors_cut_wou
     assert tuple(given[: len(pair.saved)]) == pair.saved
     ends = [compat_inductor_partitions.results_of(p.backward) for p in (cut, pair)]
     assert len(ends[0]) == len(ends[1])
+
+
+# --- layouts ---
+
+
+def planned_lines(model, x, share):
+    """The partition of a plan for a share of what the model of fused code takes; what it is lowered to; and the least
+    bytes for what that takes beyond the model."""
+    found = []
+
+    def partition(joint, inputs, outputs, static, lower):
+        shares = torch_inductor.Shares(torch_inductor.Ledger(None), 0, lambda _: {}, last=True)
+        options = torch_inductor.CompileOptions(cache=None)
+        owner = torch_inductor._Compilation(gm_of[0], options, torch_inductor.FrameArena(), shares, "")
+        search = torch_inductor._Search(owner, joint, inputs, outputs, static, lower)
+        graph = search.model.graph
+        unplanned = simulate.replay(graph, simulate.baseline(graph)).peak
+        plan = default_plan(
+            graph, int(unplanned * share), Options(place=False, allow="recompute", work=200_000)
+        )
+        pair = search.planned(plan)
+        lines = lower(pair)
+        replay = owner.step(pair, *lines).replay(owner.measured, owner.align)
+        found.extend((pair, lines, max(replay.peaks) - plan.peak))
+        raise compat_inductor.Stopped
+
+    gm_of = []
+
+    def backend(gm, inputs):
+        gm_of.append(gm)
+        with contextlib.suppress(compat_inductor.Stopped):
+            compat_inductor.compile_graph(gm, inputs, partition=partition, finished=lambda _k, _l, call: call)
+        return gm.forward
+
+    torch.compile(model, backend=backend, dynamic=False)(x)
+    return found
+
+
+class Experts(nn.Module):
+    """Products whose operand is made in another order than the one of its sizes, and read through views."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 16, 32) * 0.1)
+        self.down = nn.Parameter(torch.randn(2, 32, 16) * 0.1)
+
+    def forward(self, x):
+        made = nn.functional.gelu(torch.einsum("btd,edf->betf", x, self.up))
+        return x + torch.einsum("betf,efd->btd", made, self.down)
+
+
+def test_what_is_read_through_views_is_not_copied_for_them(monkeypatch):
+    """Inductor would lay an operand out in the order of its sizes, and again as each product reads it."""
+    model, x = nn.Sequential(Experts(), Experts()), torch.randn(8, 32, 16)
+    operand = 2 * 8 * 32 * 32 * 4
+    _, _, beyond = planned_lines(model, x, 0.7)
+    assert beyond < operand / 4
+    monkeypatch.setattr(fused, "lies_otherwise", lambda _: False)
+    torch._dynamo.reset()
+    _, _, beyond = planned_lines(model, x, 0.7)
+    assert beyond >= operand
+
+
+def test_saved_inputs_of_convolutions_are_handed_on_as_they_lie():
+    """Inductor would save them turned to channels-last: copies of all weights, from the first kernel to the last."""
+    pair, (forward, _), _ = planned_lines(convolutional(), images(), 0.8)
+    given = [n.name for n in pair.forward.graph.find_nodes(op="placeholder")]
+    saved = {name for name in pair.saved if name in given}
+    assert {given[k] for k in (0, 6)} & saved
+    names = dict(zip(given, forward.inputs, strict=True))
+    for name, kept in zip(pair.saved, forward.outputs[pair.outputs :], strict=True):
+        assert name not in saved or kept == names[name]
+
+
+def test_a_convolution_of_an_input_runs_again_in_the_layout_that_it_had():
+    """Else what follows it would lie in another layout than what was saved, and be copied."""
+    rows = [m for k in (3, 16, 16, 16) for m in (nn.Conv2d(k, 16, 3, padding=1), nn.Tanh())]
+    joint, outputs = joint_of(nn.Sequential(*rows), images())
+    model = fuse(joint, outputs)
+    unplanned = simulate.replay(model.graph, simulate.baseline(model.graph)).peak
+    plan = default_plan(
+        model.graph, int(unplanned * 0.7), Options(place=False, allow="recompute", work=200_000)
+    )
+    pair = compat_inductor.extract(joint, outputs, model.saved(plan), model.needed(plan))
+    pair = model.ordered(plan, pair)
+    again = [n for n in pair.backward.graph.nodes if compat_inductor.origin(n) == "convolution"]
+    assert again
+    turned = compat_inductor.turns_to_channels_last(pair.forward)
+    for n in again:
+        assert n.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last) == turned
 
 
 # --- convolutions and batch norm ---

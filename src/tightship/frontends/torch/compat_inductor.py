@@ -31,6 +31,7 @@ from tightship.frontends.torch.compat_inductor_caches import (
     partitioner,
 )  # fmt: skip
 from tightship.frontends.torch.compat_inductor_lines import (
+    AS_IT_IS,
     ORIGIN,
     SEGMENT,
     Event,
@@ -49,14 +50,17 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     origin,
     overwritten,
     overwritten_count,
+    realize_as_is,
     results_of,
     runs_once,
     stock_pair,
     stock_saved,
+    turns_to_channels_last,
     with_backward,
 )  # fmt: skip
 
 __all__ = [
+    "AS_IT_IS",
     "HOOKS",
     "ORIGIN",
     "SEGMENT",
@@ -80,11 +84,13 @@ __all__ = [
     "origin",
     "overwritten",
     "overwritten_count",
+    "realize_as_is",
     "require_inductor",
     "runs_once",
     "stock_pair",
     "stock_saved",
     "traced",
+    "turns_to_channels_last",
     "with_backward",
 ]
 
@@ -101,6 +107,9 @@ _LEANED_ON: Final = {
     ),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
     "torch._inductor.exc": ("InductorError",),
+    "torch._inductor.graph": (
+        "GraphLowering.decide_layout_opt", "GraphLowering.find_nodes_prefer_channels_last", "GraphLowering.run_node",
+    ),
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal",),
     "torch._inductor.codegen.cpp": (
@@ -138,6 +147,8 @@ def require_inductor() -> None:
     """Raises ``Unsupported``, naming every hook of `HOOKS` that the installed PyTorch does not have."""
     require_torch()
     gone = [f"{module}.{name}" for module, name in HOOKS if not _has(module, name)]
+    if not gone and not _realizes_as_is():
+        gone = [f"node.meta[{AS_IT_IS!r}] in torch._inductor.graph.GraphLowering.run_node"]
     if gone:
         raise Unsupported(
             "compiled mode on this PyTorch",
@@ -155,6 +166,13 @@ def _refused(name: str, why: str) -> Unsupported:
     return Unsupported(
         f"torch._inductor.config.{name} in compiled mode", why, f'leave {name} as it is, or use mode="exact"'
     )
+
+
+def _realizes_as_is() -> bool:
+    """Whether Inductor reads `AS_IT_IS` of the nodes that it lowers."""
+    from torch._inductor.graph import GraphLowering
+
+    return AS_IT_IS in GraphLowering.run_node.__code__.co_consts
 
 
 def _has(module: str, name: str) -> bool:
@@ -278,19 +296,18 @@ def lower(
 ) -> tuple[Lowered, Lowered]:
     """Both graphs of ``pair``, lowered as `compile_graph` would; no kernel is built, and the graphs stay as they
     are. Inside of a compilation only."""
-    from torch._inductor import compile_fx, config
+    from torch._inductor import compile_fx
 
     made: list[Lowered] = []
     extra = compile_fx.create_compiler_config_extra(pair.forward)
     inputs = [n.meta.get("val") for n in pair.forward.graph.find_nodes(op="placeholder")]
     gm = copied(pair.forward)
-    own = [as_planned(gm, backward=gm is pair.backward) for gm in (pair.forward, pair.backward)]
-    with _stopping(made), _foreseen(pair, static), config.patch(own[0]):
+    with _stopping(made), _foreseen(pair, static), as_planned(pair.forward, backward=False):
         compile_fx.compile_fx_forward(
             gm, inputs, num_orig_model_outputs=orig_outputs, num_example_inputs=orig_inputs,
             compiler_config_extra=extra, inner_compile=compile_fx.compile_fx_inner,
         )  # fmt: skip
-    with _stopping(made), _foreseen(pair, static), config.patch(own[1]):
+    with _stopping(made), _foreseen(pair, static), as_planned(pair.backward, backward=True):
         compile_fx.compile_fx_backward(
             copied(pair.backward), _restrided(pair, made[0]), compiler_config_extra=extra,
             inner_compile=compile_fx.compile_fx_inner,
@@ -480,13 +497,13 @@ def _made(
     from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
     before = get_custom_graph_passes(config.post_grad_custom_pre_pass)
-    planned = as_planned(graph, backward=kind == "backward")
     key = None
     for cached in (code is not None and bool(config.fx_graph_cache), False):
-        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None, **planned}
+        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None}
         if cached and code is not None:
             own["post_grad_custom_pre_pass"] = [*before, named(graph, code.version)]
-        with config.patch(own), _recording(stop=False) as recorder:
+        settings = as_planned(graph, backward=kind == "backward", **own)
+        with settings, _recording(stop=False) as recorder:
             made = compile_fx.compile_fx_inner(graph, inputs, **more)
         key = key or getattr(made, "_fx_graph_cache_key", None)
         if recorder.found:
@@ -610,14 +627,13 @@ def compile_flat(
     a function of a list of arguments, which it empties, and what it was lowered to; ``code`` as in
     `compile_graph`."""
     require_inductor()
-    from torch._inductor import compile_fx, config
+    from torch._inductor import compile_fx
 
     found: list[Any] = []
 
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
         def lowered(candidate: GraphModule) -> Lowered:
-            own = as_planned(candidate, backward=False)
-            with _lowering_alone() as recorder, config.patch(own):
+            with _lowering_alone() as recorder, as_planned(candidate, backward=False):
                 compile_fx.compile_fx_inner(copied(candidate), example_inputs, **more)
             if not recorder.found:
                 raise Unsupported("a step that computes nothing", "there is nothing to lower")

@@ -15,7 +15,7 @@ import torch
 
 from tightship.errors import Unsupported
 
-__all__ = ["ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines"]
+__all__ = ["AS_IT_IS", "ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines"]
 
 
 # --- what a lowered graph asks of memory -----------------------------------------------------------------------
@@ -142,6 +142,10 @@ ORIGIN: Final = "tightship_origin"
 
 SEGMENT: Final = "tightship_segment"
 """What a node's metadata says of its place in a planned pass: nodes of two segments are not computed side by side."""
+
+
+AS_IT_IS: Final = "inductor_realize_to_strides"
+"""What a node's metadata says to Inductor: its value is a tensor, with the strides of the node's."""
 
 
 def _origin(buffer: Any, graph: Any) -> str:

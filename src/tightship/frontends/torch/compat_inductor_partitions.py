@@ -23,11 +23,12 @@ from tightship.frontends.torch.compat_compile import (
     overwritten_inputs,
     wanted_by_forward,
 )
-from tightship.frontends.torch.compat_inductor_lines import ORIGIN
+from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, ORIGIN
 
 __all__ = [
     "Pair", "as_planned", "copied", "digest", "draws", "extract", "is_view", "origin", "overwritten",
-    "overwritten_count", "results_of", "runs_once", "stock_pair", "stock_saved", "with_backward",
+    "overwritten_count", "realize_as_is", "results_of", "runs_once", "stock_pair", "stock_saved",
+    "turns_to_channels_last", "with_backward",
 ]  # fmt: skip
 
 
@@ -289,15 +290,48 @@ def origin(node: Node) -> str:
     return str(node.meta.get(ORIGIN, node.name))
 
 
-def as_planned(graph: GraphModule, *, backward: bool) -> dict[str, Any]:
-    """Inductor's settings for a graph of ours. It gives buffers back as soon as nobody reads them: Inductor keeps
-    them for later ones of the same size as far as its own estimate of the peak allows; an arena has places for all.
-    Where a convolution of the forward pass is computed again in the backward pass, Inductor would turn the inputs of
-    all of them to channels-last, as it does not in a backward pass without one: for gradients of depthwise
-    convolutions oneDNN then takes many times the workspace. Layouts stay there."""
-    if not any(ORIGIN in n.meta for n in graph.graph.nodes):
-        return {}
-    return {"allow_buffer_reuse": False, **({"layout_optimization": False} if backward else {})}
+def realize_as_is(gm: GraphModule, names: Collection[str]) -> None:
+    """The values of these nodes of the joint graph become tensors that lie as in the graph."""
+    for n in gm.graph.nodes:
+        if origin(n) in names:
+            n.meta[AS_IT_IS] = True
+
+
+def turns_to_channels_last(forward: GraphModule) -> bool:
+    """Whether Inductor will have the convolutions of a forward pass in channels-last."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(forward, is_inference=False))
+
+
+@contextmanager
+def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[None]:
+    """Inside, Inductor has the settings ``more``, and those for a graph of ours. It gives buffers back as soon as
+    nobody reads them: Inductor keeps them for later ones of the same size as far as its own estimate of the peak
+    allows; an arena has places for all. Inputs that are saved are handed on as they lie: Inductor would turn those of
+    convolutions to channels-last first, and keep the copies until the backward pass. Where a convolution of the
+    forward pass is computed again in the backward pass, Inductor would turn the inputs of all of them to
+    channels-last, as it does not in a backward pass without one: for gradients of depthwise convolutions oneDNN then
+    takes many times the workspace. Layouts stay there."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    ours = any(ORIGIN in n.meta for n in graph.graph.nodes)
+    settings = {"allow_buffer_reuse": False, **({"layout_optimization": False} if backward else {})}
+    before = GraphLowering.find_nodes_prefer_channels_last
+
+    def but_inputs(self: Any) -> Any:
+        found = before(self)
+        found -= {n for n in found if n.op == "placeholder"}
+        return found
+
+    with config.patch({**more, **(settings if ours else {})}):
+        if ours:
+            GraphLowering.find_nodes_prefer_channels_last = but_inputs
+        try:
+            yield
+        finally:
+            GraphLowering.find_nodes_prefer_channels_last = before
 
 
 def _check_reads(gm: GraphModule, gone: Collection[str]) -> None:

@@ -83,6 +83,7 @@ class FusedJoint:
         """``pair``, which saves what `saved` says, with the backward pass as the plan has it: its order, and a copy
         of an op's nodes for each time that it runs. Raises ``Unsupported`` where the plan computes in the backward
         pass what draws random numbers or must happen once."""
+        compat_inductor.realize_as_is(pair.forward, {n.name for n in self.exists if lies_otherwise(n)})
         return compat_inductor.with_backward(pair, Writing(self, plan, pair).run())
 
     def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph:
@@ -171,10 +172,13 @@ class Writing:
     there: dict[Node, Node] = field(default_factory=dict)  # a joint node's tensor, as it is now
     made: dict[tuple[Any, ...], Node] = field(default_factory=dict)  # what is fused into its readers
     segment: int = 0  # grows with every kernel that nothing is fused into
+    late: frozenset[Node] = frozenset()
+    channels_last: bool = False  # whether Inductor has the forward pass's convolutions so
 
     def run(self) -> torch.fx.Graph:
         joint, graph, steps = self.joint, self.joint.graph, self.plan.steps
         assert isinstance(joint, FusedJoint) and self.pair is not None
+        self.late, self.channels_last = joint.late, compat_inductor.turns_to_channels_last(self.pair.forward)
         (call, *_) = joint.calls.values()
         self.named = {n.name: n for n in call.graph.nodes}
         for old in [n for n in self.pair.backward.graph.nodes if n.op == "placeholder"]:
@@ -208,16 +212,38 @@ class Writing:
     def op(self, node: Node, kept: set[str]) -> None:
         if not is_pointwise(node) and not is_reduction(node):
             self.segment += 1
-        new = self.copied(node)
+        new = self.copied(node, self.turned(node))
         parts = [u for u in node.users if u.target is operator.getitem]
         for part in parts or [node]:
             if part.name in kept or not parts:
                 self.there[part] = self.copied(part, {node: new}) if part is not node else new
 
+    def turned(self, node: Node) -> dict[Node, Node] | None:
+        """A convolution of the forward pass whose image is an input, turned to channels-last there, runs again on
+        such an image: what follows would lie in two ways otherwise, and be copied from one to the other."""
+        if (
+            not self.channels_last
+            or node.target is not torch.ops.aten.convolution.default
+            or node in self.late
+        ):
+            return None
+        image = node.args[0]
+        if not isinstance(image, Node) or image.op != "placeholder" or image.meta["val"].dim() != 4:
+            return None
+        new = self.fx.call_function(torch.ops.aten.clone.default, (self.read(image),))
+        value = image.meta["val"].contiguous(memory_format=torch.channels_last)
+        new.meta = {
+            "val": value, compat_inductor.ORIGIN: image.name, compat_inductor.SEGMENT: self.segment,
+            compat_inductor.AS_IT_IS: True,
+        }  # fmt: skip
+        return {image: new}
+
     def copied(self, node: Node, given: dict[Node, Node] | None = None) -> Node:
         resolve = self.read if given is None else lambda a: given.get(a) or self.read(a)
         new = self.fx.node_copy(node, resolve)
         new.meta = {**node.meta, compat_inductor.ORIGIN: node.name, compat_inductor.SEGMENT: self.segment}
+        if node in self.joint.exists and lies_otherwise(node):
+            new.meta[compat_inductor.AS_IT_IS] = True
         return new
 
     def read(self, node: Node) -> Node:
@@ -481,6 +507,12 @@ def is_pointwise(n: Node) -> bool:
     if compat_inductor.draws(n) or compat_compile.mutates(n):
         return False
     return torch.Tag.pointwise in getattr(n.target, "tags", ()) or str(n.target) in _LIKE_POINTWISE
+
+
+def lies_otherwise(n: Node) -> bool:
+    """Whether a pointwise result does not lie in the order of its sizes: what Inductor makes of it by itself does,
+    and is copied for each kernel of somebody else's that reads it through a view."""
+    return is_pointwise(n) and any(t.dim() > 1 and not t.is_contiguous() for t in tensors_of(n))
 
 
 def is_reduction(n: Node) -> bool:
