@@ -489,7 +489,7 @@ def _on_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: An
 
 def shard_optimizer(optimizer: Any, shards: Mapping[int, Part]) -> None:
     """Leaves parts of the state that the optimizer has; its state dicts have DTensors."""
-    for one in each(optimizer) if optimizer is not None else ():
+    for one in each(optimizer) if optimizer is not None and shards else ():
         for p, state in one.state.items():
             if id(p) in shards:
                 state.update({k: shards[id(p)].loaded(t) for k, t in state.items()})
