@@ -22,6 +22,7 @@ from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
     Part,
+    PartOfGradient,
     Placed,
     average_reads,
     read_once,
@@ -301,6 +302,17 @@ class Replicas(NotCopied):
         there = {n: p.grad for n, p in parameters if p.grad is not None}
         for names in self.averaged:
             average_now([there[n] for n in names if n in there])
+
+    def hand_out(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Gradients of parts, to the caller, until `take_back`."""
+        for n, p in parameters:
+            if n in self.shards and self.shards[n].divided and p.grad is not None:
+                p.grad = p.grad.as_subclass(PartOfGradient)
+
+    def take_back(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, p in parameters:
+            if isinstance(p.grad, PartOfGradient):
+                p.grad = p.grad.as_subclass(torch.Tensor)
 
     def read_once(self) -> AbstractContextManager[None]:
         """Inside, each parameter is gathered once, however often the code reads it."""
