@@ -269,7 +269,7 @@ def in_hand() -> Any:
     torch.nn.utils.clip_grad_value_(m.parameters(), 1e9)
     step.update()
     kinds = sorted({type(t).__name__ for state in o.state.values() for t in state.values()})
-    return rows | {"norm": norm, "kinds": kinds, "after": whole(m.state_dict().values())}
+    return rows | {"norm": norm, "kinds": kinds}
 
 
 def resumed() -> Any:
