@@ -15,6 +15,7 @@ from support.ranks import Rows, as_planned, run
 TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
     "checkpoints", "after_infeasible", "refused", "compiled", "fully_sharded_groups", "in_hand", "resumed",
+    "fully_sharded_other_shapes",
 )  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def same(row: dict[str, Any]) -> None:
     "how",
     [
         "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_groups",
-        "fully_sharded_clipped", "in_ddp",
+        "fully_sharded_clipped", "fully_sharded_other_shapes", "in_ddp",
     ],
 )  # fmt: skip
 def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Rows, how: str) -> None:

@@ -147,6 +147,12 @@ def fully_sharded_groups() -> Any:
     return both(Tied, word_loss, words(), wrap=wrap)
 
 
+def fully_sharded_other_shapes() -> Any:
+    """Batches of other lengths on each rank, which change from step to step."""
+    given = [b[:, : 8 - 4 * ((k + dist.get_rank()) % 2)].contiguous() for k, b in enumerate(words(4))]
+    return both(Tied, word_loss, given)
+
+
 def fully_sharded_clipped() -> Any:
     return both(model, loss_of, batches(3), clip=0.05, verify_every=2)
 
@@ -385,7 +391,7 @@ def refused() -> Any:
     hooked.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     built_in, custom, unused = DistributedDataParallel(model()), sharded(model()), sharded(model())
     built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    custom.set_custom_reduce_scatter(type("Own", (DefaultReduceScatter,), {"__module__": __name__})())
+    custom[0].set_custom_reduce_scatter(type("Own", (DefaultReduceScatter,), {"__module__": __name__})())
     unused.set_reduce_scatter_unused_params(True)
     bare = type("Bare", (torch.optim.Optimizer,), {"__init__": lambda *_: None, "param_groups": []})()
     models = {
