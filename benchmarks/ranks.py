@@ -245,9 +245,13 @@ def row(work: Work, shard: bool, share: int, peak: int, batches: list[Batch]) ->
             )  # fmt: skip
             break
         except Infeasible as no:
-            best = no.best_peak
+            bound, best = no.lower_bound, no.best_peak
     if step is None:
-        return [*head, f"none below {format_bytes(best)} found", "", "", "", ""]
+        proven = bound is not None and bound > peak * share // 100
+        why = (
+            f"impossible below {format_bytes(bound)}" if proven else f"none below {format_bytes(best)} found"
+        )
+        return [*head, why, "", "", "", ""]
     head[1] += more
     peers = [Peer(work, shard), *([Peer(work, False)] if shard else [])]
     losses: list[list[torch.Tensor]] = []

@@ -14,7 +14,8 @@ from support.ranks import Rows, as_planned, run
 
 TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
-    "checkpoints", "after_infeasible", "refused", "compiled",
+    "checkpoints", "after_infeasible", "refused", "compiled", "fully_sharded_groups", "in_hand", "resumed",
+    "fully_sharded_other_shapes",
 )  # fmt: skip
 
 
@@ -29,8 +30,12 @@ def same(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp"]
-)
+    "how",
+    [
+        "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_groups",
+        "fully_sharded_clipped", "fully_sharded_other_shapes", "in_ddp",
+    ],
+)  # fmt: skip
 def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Rows, how: str) -> None:
     for row in rows[how]:
         same(row)
@@ -49,6 +54,25 @@ def test_accumulation_scaler_and_norm_over_all_ranks_are_torchs(rows: Rows) -> N
         same(row)
         assert min(row["fit"]["scales"]) < 8.0  # gradients that were not finite on one rank: all have skipped
     assert len({row["fit"]["norms"] for row in rows["accumulated"]}) == 1
+
+
+def test_gradients_of_a_backward_pass_by_itself_are_averages_and_norms_of_parts_are_refused(
+    rows: Rows,
+) -> None:
+    for row in rows["in_hand"]:
+        same(row)
+        assert row["norm"]["type"] == "Unsupported"
+        assert "clip_norm=" in row["norm"]["text"]
+        assert row["kinds"] == ["Tensor"]
+
+
+def test_a_step_that_has_not_run_yet_resumes_with_its_optimizers_state(rows: Rows) -> None:
+    for row in rows["resumed"]:
+        for shard in ("True", "False"):
+            ahead, losses = row[shard]
+            assert losses == ahead
+            assert row[f"fresh {shard} 0"] == 0
+            assert row[f"fresh {shard} 1"] > 0
 
 
 def test_torchs_checkpoints_go_from_eager_to_planned_steps_and_back(rows: Rows) -> None:
@@ -85,6 +109,10 @@ def test_the_backend_counts_buckets_and_says_only_what_it_leaves_out(rows: Rows)
         ("partly", "'2.weight', which fully_shard has left out"),
         ("recurrent", "recurrent module '0'"),
         ("comm_hook", "a communication hook"),
+        ("built_in", "a communication hook"),
+        ("custom", "set_custom_reduce_scatter"),
+        ("unused", "set_reduce_scatter_unused_params"),
+        ("bare", "made without Optimizer.__init__"),
         ("parallel", "leave parallel out"),
         ("taken", "call the step that fit has returned"),
     ],

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
@@ -135,6 +136,23 @@ def fully_sharded_later() -> Any:
     return both(model, loss_of, batches(4), before=2)
 
 
+def fully_sharded_groups() -> Any:
+    """Several modules as one group."""
+
+    def wrap(m: Any) -> Any:
+        fully_shard([m.words, m.head])
+        fully_shard(list(m.layers[:2]))
+        return fully_shard(m)
+
+    return both(Tied, word_loss, words(), wrap=wrap)
+
+
+def fully_sharded_other_shapes() -> Any:
+    """Batches of other lengths on each rank, which change from step to step."""
+    given = [b[:, : 8 - 4 * ((k + dist.get_rank()) % 2)].contiguous() for k, b in enumerate(words(4))]
+    return both(Tied, word_loss, given)
+
+
 def fully_sharded_clipped() -> Any:
     return both(model, loss_of, batches(3), clip=0.05, verify_every=2)
 
@@ -232,6 +250,66 @@ def checkpoints(make: Any = model, wrap: Any = sharded, given: Any = None, loss_
     return rows
 
 
+def in_hand() -> Any:
+    """Backward passes whose gradients the program clips itself, and steps an optimizer of its own with them."""
+    rows = {}
+    for planned in (False, True):
+        ddp = DistributedDataParallel(model())
+        o, given, losses, norms = adamw(ddp), batches(4), [], []
+        step = tightship.fit(ddp, loss_of, None, given[0], "150%") if planned else None
+        for k, b in enumerate(given):
+            loss = step.backward(b) if step is not None else loss_of(ddp, b)
+            if step is None:
+                loss.backward()
+            losses.append(loss)
+            if k % 2:
+                norms.append(torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.05).item())
+                o.step()
+                o.zero_grad()
+        rows["fit" if planned else "eager"] = row(losses, ddp.module, o) | {"norms": norms}
+    m = sharded(model())
+    o = adamw(m)
+    step = tightship.fit(m, loss_of, o, batches()[0], "150%", split=True)
+    step.backward(batches()[0])
+    norm = caught(lambda: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05))
+    torch.nn.utils.clip_grad_value_(m.parameters(), 1e9)
+    step.update()
+    kinds = sorted({type(t).__name__ for state in o.state.values() for t in state.values()})
+    return rows | {"norm": norm, "kinds": kinds}
+
+
+def resumed() -> Any:
+    """What `state_dict` of a step that has not run yet has a place for, with torch's checkpoint."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    rows: dict[str, Any] = {}
+    for shard in (True, False):
+        for k in range(2):
+            m, given = model(), batches(4)
+            o = adamw(m)
+            step = tightship.fit(m, loss_of, o, given[0], parallel=tightship.DataParallel(shard=shard))
+            state = step.state_dict()
+            if k:
+                checkpoint.load(state, checkpoint_id=folder[0])
+            step.load_state_dict(state)
+            rows[f"fresh {shard} {k}"] = len(o.state)
+            losses = [step(b).item() for b in given[2 * k :]]
+            if not k:
+                ahead = losses[2:]
+                again = model()
+                step = tightship.fit(
+                    again, loss_of, adamw(again), given[0], parallel=tightship.DataParallel()
+                )
+                for b in given[:2]:
+                    step(b)
+                checkpoint.save(step.state_dict(), checkpoint_id=folder[0])
+        rows[str(shard)] = [ahead, losses]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return rows
+
+
 def after_infeasible() -> Any:
     """A budget that nothing meets leaves a model that ``fit`` takes again; evaluation gathers."""
     m = sharded(model())
@@ -311,6 +389,11 @@ def refused() -> Any:
     recurrent = torch.nn.Sequential(torch.nn.LSTM(WIDTH, WIDTH))
     hooked = DistributedDataParallel(model())
     hooked.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    built_in, custom, unused = DistributedDataParallel(model()), sharded(model()), sharded(model())
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    custom[0].set_custom_reduce_scatter(type("Own", (DefaultReduceScatter,), {"__module__": __name__})())
+    unused.set_reduce_scatter_unused_params(True)
+    bare = type("Bare", (torch.optim.Optimizer,), {"__init__": lambda *_: None, "param_groups": []})()
     models = {
         "offload_policy": fully_shard(model(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "columns": fully_shard(
@@ -320,12 +403,16 @@ def refused() -> Any:
         "partly": partly,
         "recurrent": fully_shard(recurrent, mesh=mesh),
         "comm_hook": hooked,
+        "built_in": built_in,
+        "custom": custom,
+        "unused": unused,
     }
     rows = {
         n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()
     }
     whole, m = tightship.DataParallel(), sharded(model())
     rows["parallel"] = caught(lambda: tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=whole))
+    rows["bare"] = caught(lambda: tightship.fit(model(), loss_of, bare, batches()[0], parallel=whole))
     taken = DistributedDataParallel(model())
     tightship.fit(taken, loss_of, adamw(taken), batches()[0])
     rows["taken"] = caught(lambda: taken(batches()[0][0]))

@@ -22,6 +22,7 @@ from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
     Part,
+    PartOfGradient,
     Placed,
     average_reads,
     read_once,
@@ -35,7 +36,7 @@ from tightship.execute.shards import (
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
-from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.optimizer.updates import blank_state, each, is_blank
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
 
@@ -302,6 +303,17 @@ class Replicas(NotCopied):
         for names in self.averaged:
             average_now([there[n] for n in names if n in there])
 
+    def hand_out(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Gradients of parts, to the caller, until `take_back`."""
+        for n, p in parameters:
+            if n in self.shards and self.shards[n].divided and p.grad is not None:
+                p.grad = p.grad.as_subclass(PartOfGradient)
+
+    def take_back(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, p in parameters:
+            if isinstance(p.grad, PartOfGradient):
+                p.grad = p.grad.as_subclass(torch.Tensor)
+
     def read_once(self) -> AbstractContextManager[None]:
         """Inside, each parameter is gathered once, however often the code reads it."""
         return read_once(self.shards.values())
@@ -371,7 +383,8 @@ _MUCH = 1 << 26
 
 def saved(model: torch.nn.Module, optimizer: Any, *, full: bool) -> dict[str, Any]:
     """``{"model": …, "optimizer": …}`` by the model's names: as ``torch.distributed.checkpoint`` takes them. Shards
-    are DTensors, or ``full`` tensors, which every rank then helps to put together."""
+    are DTensors, or ``full`` tensors, which every rank then helps to put together. State that the first update would
+    make is there as zeros, unless ``full``."""
     shards = shards_of(model)
 
     def given(p: Any, t: Any) -> Any:
@@ -387,9 +400,17 @@ def saved(model: torch.nn.Module, optimizer: Any, *, full: bool) -> dict[str, An
     if optimizer is None:
         return {"model": values}
     names = {id(p): n for n, p in model.named_parameters()}
+    owned = dict(model.named_parameters())
+
+    def state_of(one: Any) -> dict[str, dict[Any, Any]]:
+        state = {names[id(p)]: x for p, x in one.state.items()}
+        if not full:
+            state |= {names[i]: x for i, x in blank_state(one).items()}
+        return {n: {k: given(owned[n], t) for k, t in x.items()} for n, x in state.items()}
+
     rows = [
         {
-            "state": {names[id(p)]: {k: given(p, t) for k, t in x.items()} for p, x in one.state.items()},
+            "state": state_of(one),
             "param_groups": [
                 {k: [names[id(p)] for p in v] if k == "params" else v for k, v in group.items()}
                 for group in one.param_groups
@@ -425,6 +446,8 @@ def load(
             p = owners[n]
             shard = shards.get(id(p))
             mine = {k: t if shard is None else shard.loaded(t) for k, t in x.items()}
+            if is_blank(one, mine):
+                continue
             one.state[p] = {k: t.clone() if isinstance(t, torch.Tensor) else t for k, t in mine.items()}
             fresh += sum(t.nbytes for t in mine.values() if isinstance(t, torch.Tensor))
             if fresh >= _MUCH:

@@ -24,13 +24,18 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import distributed as dist
 
-from tightship.errors import BadInput, Enough, Infeasible, PeerFailed, TightshipError
+from tightship.analysis.bounds import lower_bound
+from tightship.errors import BadInput, Enough, Infeasible, PeerFailed, TightshipError, Unsupported
 from tightship.frontends.torch import collectives, compat_distributed
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, Request
 from tightship.plan import Plan
+from tightship.planners.layout import lay_out
+from tightship.planners.run import decision_plan
 from tightship.process_local import NotCopied
 from tightship.serde import dumps_graph, dumps_plan, loads_graph, loads_plan
+from tightship.simulate import replay
+from tightship.verify import check
 
 __all__ = [
     "Given",
@@ -432,20 +437,66 @@ def _described(program: Program, argument: Any) -> Any:
 def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
     """Raises ``PeerFailed`` where steps, or those plans that there are, would send other things on other ranks."""
     rows = [Told.of(row) for row in told]
-    plans = {row.plan for row in rows if row.plan is not None}
     if len({row.calls for row in rows}) > 1:
         texts = [f"a step of {n} collectives ({digest[:8]})" for n, digest in (row.calls for row in rows)]
         raise ranks.differ("steps that send other things (batches, or models, of other shapes)", texts)
     if not _meet([row.groups for row in rows]):
         texts = [f"collectives among {len(row.groups)} groups ({_of_ranks(row.groups)[:8]})" for row in rows]
         raise ranks.differ("steps that send among other ranks (models on other meshes)", texts)
-    if len(plans) > 1:
-        texts = [
-            f"a plan of {row.plan[0]} collectives ({row.plan[1][:8]})" if row.plan else "no plan"
-            for row in rows
-        ]
-        rule = "plans for batches of other shapes that send in another order (give all ranks batches of one shape)"
-        raise ranks.differ(rule, texts)
+
+
+def in_one_order(told: Sequence[Any]) -> bool:
+    """Whether the plans of all ranks send the same in the same order."""
+    return len({Told.of(row).plan for row in told}) == 1
+
+
+def check_orders(ranks: Ranks, told: Sequence[Any]) -> None:
+    """Raises ``PeerFailed`` where plans would send in other orders."""
+    if in_one_order(told):
+        return
+    texts = [f"a plan of {n} collectives ({digest[:8]})" for n, digest in (row[2] for row in told)]
+    rule = (
+        "plans for batches of other shapes that send in another order (give all ranks batches of one shape)"
+    )
+    raise ranks.differ(rule, texts)
+
+
+def follow(graph: Graph, text: str, limit: int | None) -> Plan:
+    """For a graph of the same ops on tensors of other sizes: what another rank's plan (of `written`) does, in its
+    order, with places of this rank's own. Raises ``Unsupported`` where ops differ, ``Infeasible`` beyond ``limit``
+    bytes."""
+    document, *_ = json.loads(text)
+    plan, other = loads_plan(document.encode(), "the plan of another rank")
+    assert other is not None
+    if _ops_of(graph) != _ops_of(other) or any(s.kind not in _SIZELESS for s in plan.steps):
+        raise Unsupported(
+            "batches of other shapes on some ranks, for which other ops run, or a plan that copies values,",
+            "no plan sends in the order of the other ranks'", "give all ranks batches of one shape",
+        )  # fmt: skip
+    capacity = None if limit is None else max(limit - graph.static_bytes, 0)
+    line, layout = replay(graph, plan.steps), lay_out(graph, plan.steps, capacity=capacity)
+    needed = max(line.peak, graph.static_bytes + layout.arena + layout.handed)
+    if limit is not None and needed > limit:
+        bound = int(lower_bound(graph))
+        raise Infeasible(budget=limit, lower_bound=bound, best_peak=line.peak, placed=needed)
+    made = replace(
+        decision_plan(graph, plan.steps, line, plan.planner),
+        residences=layout.residences,
+        arena=layout.arena,
+        handed=layout.handed,
+        budget=limit,
+        lower_bound=int(lower_bound(graph)),
+        moved=plan.moved,
+    )
+    check(graph, made)
+    return made
+
+
+_SIZELESS: Final = ("compute", "recompute", "free")
+
+
+def _ops_of(graph: Graph) -> list[Any]:
+    return [(op.name, op.inputs, op.outputs) for op in graph.ops]
 
 
 def _meet(told: Sequence[tuple[str, ...]]) -> bool:

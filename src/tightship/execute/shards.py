@@ -102,6 +102,28 @@ class Part(Gathering):
         raise NotImplementedError
 
 
+_OF_ALL = (
+    "norm", "vector_norm", "matrix_norm", "_foreach_norm", "_amp_foreach_non_finite_check_and_unscale_",
+)  # fmt: skip
+"""Functions of torch that answer of this rank's part what their callers want to know of the whole gradient."""
+
+
+class PartOfGradient(torch.Tensor):
+    """This rank's part of a gradient in the hands of the caller: a tensor as any other, but that its norm is not
+    asked for."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "").removeprefix("linalg_") in _OF_ALL:
+            raise Unsupported(
+                "the norm of a gradient of which this rank has a part, or whether it is finite,",
+                "it would be another one on each rank, where that of the whole gradient is meant",
+                "give fit clip_norm=, skip_nonfinite= or scaler=, which ask all ranks",
+            )  # fmt: skip
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 class Shard(Part):
     """Which part of a parameter this rank keeps: as `torch.chunk` cuts the first dimension, filled up with zeros to
     the size of the largest part, so that all ranks run the same ops. ``placed``: what is gathered is itself a part,
@@ -489,7 +511,7 @@ def _on_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: An
 
 def shard_optimizer(optimizer: Any, shards: Mapping[int, Part]) -> None:
     """Leaves parts of the state that the optimizer has; its state dicts have DTensors."""
-    for one in each(optimizer) if optimizer is not None else ():
+    for one in each(optimizer) if optimizer is not None and shards else ():
         for p, state in one.state.items():
             if id(p) in shards:
                 state.update({k: shards[id(p)].loaded(t) for k, t in state.items()})

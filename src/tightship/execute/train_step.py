@@ -75,6 +75,7 @@ class TrainStep(TrainVariants):
         self.skipped = 0
         self._verify_every, self._steps = verify_every, 0
         self._added = 0  # batches since the last update
+        self._inside = False  # of an accumulation, which DistributedDataParallel lets each rank do by itself
         self._ran = PartRuns()
         self._unplanned: Unplanned | None = None
         self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
@@ -215,9 +216,13 @@ class TrainStep(TrainVariants):
             raise BadInput(fault, place="step")
         if not self._added:
             check_no_gradients(self._owned.parameters)
-        out = self._backward(batch)
+        self._inside = self._added > 0
+        try:
+            out = self._backward(batch)
+        finally:
+            self._inside = False
         if self._added == self.loop.accumulate:
-            self._update()
+            self._update(averaged=False)
             for _, p in self._owned.parameters:
                 p.grad = None
         return out
@@ -226,18 +231,26 @@ class TrainStep(TrainVariants):
         """Forward and backward pass on a batch, within the budget: what ``loss = loss_fn(model, batch)`` and
         ``loss.backward()`` do, bit-identically. Gradients are left in ``p.grad``; where one is there, the new one is
         added to it in place. Returns what the step itself would return. Do as you like with gradients before
-        ``update``."""
+        ``update``. On several ranks they are averages, as ``DistributedDataParallel`` leaves them; of parameters in
+        shards they are this rank's parts, of which norms are refused."""
         with self._exclusive():
             if self._replicas is not None:
                 self._replicas.check_parts()
-            return self._backward(self._filled(batch))
+                self._replicas.take_back(self._owned.parameters)
+            out = self._backward(self._filled(batch))
+            if self._replicas is not None:
+                self._average()
+                self._replicas.hand_out(self._owned.parameters)
+            return out
 
     def update(self) -> None:
         """The optimizer's step with the gradients that are in ``p.grad``, within the budget: what
         ``optimizer.step()`` does, bit-identically. Gradients stay, as in eager. What `fit` was told to do with them
         (``clip_norm``, ``clip_value``, ``scaler``, ``skip_nonfinite``) is done before."""
         with self._exclusive():
-            self._update()
+            if self._replicas is not None:
+                self._replicas.take_back(self._owned.parameters)
+            self._update(averaged=True)
 
     def _backward(self, batch: Any) -> Any:
         self._renew()
@@ -312,7 +325,7 @@ class TrainStep(TrainVariants):
         if self.ranks is not None:
             self.ranks.agreed("running a step in eager", lambda: None, lambda _: "")
             self.ranks.begin()
-        if self._replicas is not None and not self._added:
+        if self._replicas is not None and not self._inside:
             self._replicas.synchronize()
         self._bring_back()
         static = [t for t in flatten(batch) if isinstance(t, torch.Tensor)]
@@ -336,7 +349,7 @@ class TrainStep(TrainVariants):
         self._check_ranks(variant.program)
         if self.ranks is not None:
             self.ranks.begin()
-        if self._replicas is not None and not self._added:
+        if self._replicas is not None and not self._inside:
             self._replicas.synchronize()
         self._steps += 1
         in_hooks = any(op.phase == "update" for op in variant.program.graph.ops)
@@ -365,7 +378,16 @@ class TrainStep(TrainVariants):
         asked.fill(own[count:], tensor_leaves(batch))
         return asked.results.unflatten(own[:count])
 
-    def _update(self) -> None:
+    def _average(self) -> None:
+        """Gradients of parameters that all ranks have."""
+        assert self.ranks is not None
+        assert self._replicas is not None
+        there = [n for n, p in self._owned.parameters if p.grad is not None]
+        self.ranks.same("gradients", lambda: f"gradients of {len(there)} parameters ({', '.join(there)})")
+        self.ranks.begin()
+        self._replicas.average(self._owned.parameters)
+
+    def _update(self, *, averaged: bool) -> None:
         self._renew()
         if self.optimizer is None:
             raise BadInput("no optimizer: update yourself, or give fit an optimizer", place="step.update")
@@ -374,12 +396,11 @@ class TrainStep(TrainVariants):
             self._unplanned is not None or unseen or (self._in_eager is not None and not self._variants)
         )
         variant = None if in_eager else self._planned_update()
-        if self.ranks is not None:
-            there = [n for n, p in self._owned.parameters if p.grad is not None]
-            self.ranks.same("gradients", lambda: f"gradients of {len(there)} parameters ({', '.join(there)})")
+        if self._replicas is not None and not averaged:
+            self._average()
+        elif self.ranks is not None:
+            self.ranks.same("updates", lambda: "an update")
             self.ranks.begin()
-        if self._replicas is not None:
-            self._replicas.average(self._owned.parameters)
         finite = self._between(self._with_gradients(), variant)
         self._add_up()
         self._added = 0

@@ -31,8 +31,11 @@ from tightship.execute.ranks import (
     Moved,
     Ranks,
     Told,
+    check_orders,
     check_plans,
     check_sequences,
+    follow,
+    in_one_order,
     leader_of,
     read,
     refusal,
@@ -315,9 +318,12 @@ class TrainVariants(Prepared):
         (asked, variant, captured), told = ranks.agreed(self._what_runs(ending), own, said)
         check_sequences(ranks, told)
         if any(row.plan is None for row in map(Told.of, told)):
-            variant = self._planned_together(ranks, captured, variant, told, ending)
+            variant, told = self._planned_together(ranks, captured, variant, told, ending)
             variant.remember(asked.trace)
         assert variant is not None
+        if not in_one_order(told):
+            variant = self._in_one_order(ranks, variant, told, ending)
+            variant.remember(asked.trace)
         self._use(variant)
         return variant, asked
 
@@ -328,7 +334,7 @@ class TrainVariants(Prepared):
 
     def _planned_together(
         self, ranks: Ranks, captured: Program, known: Variant | None, told: Sequence[Any], ending: Ending
-    ) -> Variant:
+    ) -> tuple[Variant, list[Any]]:
         """One rank of those with the same ops measures and plans for them; the budget in bytes is one for all."""
         leader, needed = leader_of(ranks, told)
         leads = leader == ranks.rank and needed
@@ -375,8 +381,32 @@ class TrainVariants(Prepared):
             self._use(variant)
             return variant
 
+        return ranks.agreed("verifying the plan and reserving memory", bound, lambda v: v.told)
+
+    def _in_one_order(self, ranks: Ranks, own: Variant, told: Sequence[Any], ending: Ending) -> Variant:
+        """Where batches of other shapes have plans that send in other orders: the plan for the largest is what all
+        ranks do, each on tensors of its own sizes."""
+
+        def plan() -> tuple[int, str]:
+            return own.unplanned, "" if own.changes else written(own.program, own.executor.plan)
+
+        _, plans = ranks.agreed("planning in one order", plan, lambda row: row)
+        first = max(range(ranks.size), key=lambda r: (plans[r][0], -r))
+        if not plans[first][1]:
+            check_orders(ranks, told)
+
+        def bound() -> Variant:
+            if Told.of(told[ranks.rank]).plan == Told.of(told[first]).plan:
+                return own
+            made = follow(own.program.graph, plans[first][1], self._limit)
+            variant = self._bound(own.captured, own.program, made, self._modes_of(ending), part=ending.part)
+            variant.told = told_of(own.captured, made, own.program)
+            self._variants = [variant, *(v for v in self._variants if v is not own)]
+            self._use(variant)
+            return variant
+
         variant, now = ranks.agreed("verifying the plan and reserving memory", bound, lambda v: v.told)
-        check_sequences(ranks, now)
+        check_orders(ranks, now)
         return variant
 
     def _moved(self, captured: Program, found: Choice) -> Moved | None:

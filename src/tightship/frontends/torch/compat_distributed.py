@@ -215,9 +215,19 @@ class FullySharded(NamedTuple):
     )  # that its gradient is averaged in, where that is another one than it comes in
 
 
-def _fully_shard_states(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
-    found = [(m, getattr(m, "_get_fsdp_state", None)) for m in model.modules()]
-    return [(m, get()) for m, get in found if get is not None]
+def _fully_shard_states(model: torch.nn.Module) -> list[tuple[tuple[torch.nn.Module, ...], Any]]:
+    """Of each call of ``fully_shard``: the modules that it was given, and what it keeps of them."""
+    rows: dict[int, tuple[list[torch.nn.Module], Any]] = {}
+    for module in model.modules():
+        get = getattr(module, "_get_fsdp_state", None)
+        if get is not None:
+            state = get()
+            rows.setdefault(id(state), ([], state))[0].append(module)
+    return [(tuple(modules), state) for modules, state in rows.values()]
+
+
+def _is_own(comm: Any) -> bool:
+    return type(comm).__module__.startswith("torch.")
 
 
 def fully_shard_options(model: torch.nn.Module) -> list[str]:
@@ -234,6 +244,12 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
                 options["set_all_reduce_hook"] = None
             if not (group.reduce_grads and group.all_reduce_grads):
                 options["set_requires_gradient_sync(False)"] = None
+            if group.reduce_scatter_unused_params:
+                options["set_reduce_scatter_unused_params"] = None
+            if not _is_own(group._all_gather_comm):
+                options["set_custom_all_gather"] = None
+            if not _is_own(group._reduce_scatter_comm):
+                options["set_custom_reduce_scatter"] = None
             for one in group.fsdp_params:
                 if one.fsdp_placement.dim != 0:
                     options[f"placements {tuple(one.sharded_param.placements)}"] = None
@@ -261,8 +277,8 @@ def left_out(model: torch.nn.Module) -> list[str]:
 def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
     """The parameters that ``fully_shard`` has sharded, none of which is gathered afterwards."""
     rows = []
-    for module, state in _fully_shard_states(model):
-        module.reshard()
+    for modules, state in _fully_shard_states(model):
+        modules[0].reshard()  # type: ignore[operator]
         for one in (p for group in state._fsdp_param_groups for p in group.fsdp_params):
             info = one._module_info
             places = [(info.module, info.param_name)]
@@ -293,17 +309,17 @@ def fully_shard_casts(
 ) -> list[tuple[torch.nn.Module, torch.dtype | None, torch.dtype | None]]:
     """Modules whose floating-point inputs and outputs ``fully_shard`` casts, and to what."""
     rows = []
-    for module, state in _fully_shard_states(model):
+    for modules, state in _fully_shard_states(model):
         policy = state._mp_policy
         given = policy.param_dtype if policy.cast_forward_inputs else None
         if given is not None or policy.output_dtype is not None:
-            rows.append((module, given, policy.output_dtype))
+            rows += [(module, given, policy.output_dtype) for module in modules]
     return rows
 
 
 def undo_fully_shard(model: torch.nn.Module) -> None:
     """Takes the hooks and the class of ``fully_shard`` from a model whose parameters have been replaced."""
-    for module, state in _fully_shard_states(model):
+    for modules, state in _fully_shard_states(model):
         for group in state._fsdp_param_groups:
             handles = [
                 *group._module_to_pre_save_state_dict_hook_handle.values(),
@@ -314,8 +330,9 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
                 handle.remove()
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
-        kind = type(module)
-        module.__class__ = kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
+        for module in modules:
+            kind = type(module)
+            module.__class__ = kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
     for module in model.modules():
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             vars(module).pop(name, None)
@@ -361,8 +378,10 @@ def own_ddp_options(ddp: Any) -> list[str]:
         options.append("process_group")
     if ddp.mixed_precision is not None:
         options.append("mixed_precision")
-    if ddp._comm_hooks:
+    if ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):  # torch's own stand in the log alone
         options.append("a communication hook")
+    if not ddp.require_backward_grad_sync:
+        options.append("no_sync()")
     if ddp.parameters_to_ignore or ddp._delay_all_reduce_params:
         options.append("parameters that it leaves to others")
     if hasattr(ddp, "buffer_hook"):

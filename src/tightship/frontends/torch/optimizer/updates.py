@@ -52,8 +52,10 @@ __all__ = [
     "Updater",
     "Updates",
     "as_one",
+    "blank_state",
     "each",
     "independent",
+    "is_blank",
     "settings",
     "state_at",
     "twin_of",
@@ -347,6 +349,12 @@ def _unwrapped(optimizer: Any) -> Any:
         kind = type(optimizer).__name__
         fault = f"optimizer of type {kind}; give a torch.optim.Optimizer, several in a list, or None"
         raise BadInput(fault, place="optimizer")
+    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "defaults"):
+        raise Unsupported(
+            f"a {type(optimizer).__name__}, which is made without Optimizer.__init__,",
+            "what it does around the step of the optimizer inside of it is not known",
+            "give fit the optimizer inside, or call step.backward(batch) and its own step() (fit with None for it)",
+        )  # fmt: skip
     if not type(optimizer).__module__.startswith("accelerate."):
         return optimizer
     if getattr(optimizer, "scaler", None) is not None:
@@ -400,6 +408,32 @@ def independent(optimizer: Any) -> bool:
     """Whether the optimizer is of a class of torch's that treats its parameters independently; subclasses are not."""
     cls = type(optimizer)
     return cls.__name__ in _INDEPENDENT and getattr(torch.optim, cls.__name__, None) is cls
+
+
+def blank_state(optimizer: Any) -> dict[int, dict[Any, torch.Tensor]]:
+    """Zeros like the state of parameters that have none before their first step, by their ids, for an optimizer of
+    torch's: `torch.distributed.checkpoint` reads nothing of what a state dict has no tensor for."""
+    if not independent(optimizer) or isinstance(optimizer, torch.optim.SparseAdam):
+        return {}
+    groups = enumerate(optimizer.param_groups)
+    rows = [Row(g, p, "", ()) for g, group in groups for p in group["params"] if p.requires_grad]
+    missing = [row for row in rows if not optimizer.state.get(row.param)]
+    kept = _rehearsed(optimizer, missing, known=True, together=False).states
+    return {
+        i: {
+            k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_()
+            for k, t in state.items()
+        }
+        for i, state in kept.items()
+        if state
+    }
+
+
+def is_blank(optimizer: Any, state: Mapping[Any, Any]) -> bool:
+    """Whether a parameter's state is one of `blank_state`, which stands for none at all."""
+    if "step" not in state or isinstance(optimizer, torch.optim.Adagrad):  # Adagrad begins with its state
+        return False
+    return not any(bool(t.any()) for t in state.values() if isinstance(t, torch.Tensor))
 
 
 def settings(optimizer: Any) -> tuple[Any, ...]:
