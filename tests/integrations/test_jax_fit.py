@@ -23,7 +23,13 @@ from tightship.integrations.jax_levels import (  # noqa: E402
     unplanned_bytes,
 )  # fmt: skip
 from tightship.integrations.jax_regions import program_of  # noqa: E402
-from tightship.integrations.jax_search import compile_for, memory_of, operations_of  # noqa: E402
+from tightship.integrations.jax_search import (  # noqa: E402
+    _stopped,
+    compile_for,
+    look_at,
+    memory_of,
+    operations_of,
+)
 from tightship.simulate import replay  # noqa: E402
 
 LAYERS, BATCH, WIDE = 6, 256, 32
@@ -92,6 +98,31 @@ def test_a_step_is_fitted_by_what_xla_says_of_the_program(forward) -> None:
         extra.append(fit.extra_flops)
     assert extra[0] == 0 and extra == sorted(extra) and fit.repeated > 0
     assert fit.memory.temporaries <= 0.4 * fit.before.temporaries
+
+
+def test_a_look_at_a_program_is_to_the_byte_what_its_compiled_program_takes(monkeypatch) -> None:
+    """Without making code: with donations, effects, loops, branches, random keys and constants."""
+
+    def told(params, x, key):
+        jax.debug.callback(lambda v: None, x.sum(), ordered=True)
+        x = jax.lax.cond(x[0, 0] > 0, jnp.tanh, jnp.sin, x * jax.random.bernoulli(key, 0.5, x.shape) + X)
+        return step_of(in_a_scan)(params, x)
+
+    for step, args, more in (
+        (step_of(in_a_row), (separate(weights()), X), {}),
+        (step_of(in_a_scan), (weights(), X), {"donate_argnums": 0}),
+        (told, (weights(), X, jax.random.key(0)), {}),
+    ):
+        lowered = jax.jit(step, **more).lower(*args)
+        for memory in (True, False):
+            found = _stopped(lowered, memory)
+            compiled = compile_for(lowered, memory=memory, quick=True)
+            assert found is not None and found[0] == memory_of(compiled)
+            assert found[1] == pytest.approx(operations_of(compiled), rel=1e-5)
+    # Where XLA does not stop, or another JAX builds modules otherwise, the program is compiled.
+    monkeypatch.setattr("tightship.integrations.jax_search._with_stop", lambda module: next(iter(())))
+    assert _stopped(lowered, memory=False) is None
+    assert look_at(lowered, memory=False)[0] == memory_of(compiled)
 
 
 def test_a_step_within_the_budget_is_compiled_as_it_is() -> None:
@@ -552,27 +583,48 @@ class TestLevels:
         assert sum(e.flops for e in program.equations) == sum(op.flops for op in Ops(program).graph.ops) > 0
 
 
-def test_arguments_and_results_lie_on_devices_where_jit_has_them() -> None:
-    """In a process of its own: devices are counted at the start."""
-    code = """
+@pytest.mark.parametrize("budget", ["static+60%", "64MiB"])
+def test_offloads_that_xla_drops_are_said(budget) -> None:
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    fitted = tightship.jax.fit(step_of(body_of_layers(lambda f: jax.checkpoint(f, policy=policy))), budget)
+    with pytest.warns(UserWarning, match="keeps them on the device"):
+        fit = fitted.prepare(weights(), X)
+    assert "offloads values to the host" in str(fit)
+    assert tightship.jax.fit(step_of(in_a_scan), budget).prepare(weights(), X).notes == ()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_arguments_and_results_lie_on_devices_where_jit_has_them(jitted) -> None:
+    """In a process of its own: devices are counted at the start. A jitted step drops arguments that it never reads,
+    with their places."""
+    code = (
+        f"jitted = {jitted}\n"
+        + """
 import jax, jax.numpy as jnp, numpy as np, tightship
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 mesh = Mesh(np.array(jax.devices()), ("data",))
 whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 w, x = 0.1 * jnp.ones((6, 32, 32)), jnp.linspace(0, 1, 512 * 32).reshape(512, 32)
-def step(w, x):
+def step(unused, w, x):
     run = lambda w: (jax.lax.scan(lambda x, w: (x + jax.nn.gelu(x @ w), None), x, w)[0] ** 2).mean()
     loss, grads = jax.value_and_grad(run)(w)
     return w - 0.1 * grads, loss, 2 * x
-told = {"in_shardings": (whole, rows), "out_shardings": (whole, whole, rows)}
-expected = jax.jit(step, **told)(w, x)
-fitted = tightship.jax.fit(step, "static+60%", cache=None, **told)
-got = fitted(w, x)
-assert fitted.fits[0].repeated and fitted.fits[0].memory.static == fitted.fits[0].before.static
+told = {"in_shardings": (rows, whole, rows), "out_shardings": (whole, whole, rows)}
+plain = jax.jit(step, **told)
+expected = plain(x, w, x)
+if jitted:
+    fitted = tightship.jax.fit(plain, "static+60%", cache=None)
+else:
+    fitted = tightship.jax.fit(step, "static+60%", cache=None, **told)
+got = fitted(x, w, x)
+(fit,) = fitted.fits
+assert fit.repeated and fit.memory.static == fit.before.static
+assert fit.memory.arguments == w.nbytes + x.nbytes // 4 * (1 if jitted else 2)
 for a, b in zip(got, expected):
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim) and np.allclose(a, b, rtol=1e-5, atol=1e-6)
 """
-    more = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    )
+    more = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **more}, capture_output=True, text=True
     )

@@ -7,9 +7,12 @@ compiled, cheaply: without fast code for the processor, which decides nothing ab
 from __future__ import annotations
 
 import math
+import re
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +21,16 @@ from tightship.errors import Infeasible, Unsupported
 from tightship.frontends.jax_program import Program, on_values
 from tightship.integrations.jax_levels import POLICIES, Level, Planner, unplanned_bytes
 
-__all__ = ["Candidate", "Memory", "Search", "compile_for", "memory_of", "operations_of", "placed_as"]
+__all__ = [
+    "Candidate",
+    "Memory",
+    "Search",
+    "compile_for",
+    "look_at",
+    "memory_of",
+    "operations_of",
+    "placed_as",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +71,16 @@ def operations_of(compiled: Any) -> float:
     return float(next((x["flops"] for x in rows if x and "flops" in x), 0.0))
 
 
-def placed_as(compiled: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+def placed_as(compiled: Any) -> dict[str, Any]:
     """Options of `jax.jit` for what takes and gives flat lists and places them as a compiled program does; none on
-    one device."""
-    given, made = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
-    if all(len(s.device_set) == 1 for s in (*given, *made)):
+    one device. What a program does not read lies anywhere."""
+    given, made = (
+        jax.tree.leaves(x, is_leaf=lambda s: s is None)
+        for x in (compiled.input_shardings, compiled.output_shardings)
+    )
+    if all(s is None or len(s.device_set) == 1 for s in (*given, *made)):
         return {}
-    takes = {"in_shardings": tuple(given)} if len(given) == len(leaves) else {}
-    return {"out_shardings": made, **takes}
+    return {"in_shardings": tuple(given), "out_shardings": made}
 
 
 _CPU_ORDER = "xla_cpu_scheduler_type"
@@ -74,26 +88,97 @@ _MEMORY_FIRST = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 """XLA's order for CPUs is one for concurrency by default, in which what is recomputed runs as early as it can."""
 _QUICK = {"xla_backend_optimization_level": 0}
 """Memory is decided before code is optimized."""
-_ROUGH = {"xla_cpu_use_fusion_emitters": False}
-"""A third of the time of the processor; another kernel for some ops, by which bytes differ a little."""
 
 
-def compile_for(lowered: Any, *, memory: bool, quick: bool, rough: bool = False) -> Any:
-    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at; ``rough``:
-    with other kernels than those that will run."""
+def compile_for(lowered: Any, *, memory: bool, quick: bool, dump: str | None = None) -> Any:
+    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at; ``dump``: a
+    folder for what XLA says of it."""
     options: dict[str, Any] = {}
     if jax.default_backend() == "cpu":
         options = {_CPU_ORDER: _MEMORY_FIRST} if memory else {}
         options |= _QUICK if quick else {}
-        options |= _ROUGH if quick and rough else {}
+        options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if dump else {}
     while True:
         try:
             return lowered.compile(options or None)
         except Exception as error:
-            unknown = [name for name in options if name in str(error)]
+            unknown = [name for name in options if f"option: '{name}'" in str(error)]
             if not unknown:
                 raise
             options = {name: x for name, x in options.items() if name not in unknown}
+
+
+_STOP = "tightship_stop"
+"""A function that nobody has: XLA looks for it once every buffer has its place, before it makes code."""
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)", re.MULTILINE)
+
+
+def look_at(lowered: Any, *, memory: bool) -> tuple[Memory, float]:
+    """Memory and operations of the program that XLA would compile. On CPUs without making its code, which takes most
+    of the time: to the byte what the compiled program has, for it is that program's assignment of buffers."""
+    found = _stopped(lowered, memory) if jax.default_backend() == "cpu" else None
+    if found is None:
+        compiled = compile_for(lowered, memory=memory, quick=True)
+        found = memory_of(compiled), operations_of(compiled)
+    return found
+
+
+def _stopped(lowered: Any, memory: bool) -> tuple[Memory, float] | None:
+    """What XLA wrote of a program before it found no ``_STOP``; None where it did not."""
+    with tempfile.TemporaryDirectory(prefix="tightship-") as folder:
+        try:
+            stop = _with_stop(lowered.compiler_ir("stablehlo"))
+        except (ImportError, AttributeError, TypeError, ValueError, StopIteration):
+            return None  # another JAX, which builds modules in another way
+        try:
+            compile_for(lowered, memory=memory, quick=True, dump=folder)
+            return None
+        except Exception as error:
+            if _STOP not in str(error):
+                raise
+        finally:
+            stop.operation.erase()
+        (assigned, text) = (
+            next(Path(folder).glob(f"*cpu_after_optimizations{end}.txt"), None)
+            for end in ("-buffer-assignment", "")
+        )
+        return assigned and text and (_assigned(assigned.read_text()), _counted(text.read_text()))
+
+
+def _with_stop(module: Any) -> Any:
+    """An operation that stops the compiler, in a module of StableHLO."""
+    from jax.interpreters.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    functions = (op for op in module.body.operations if op.operation.name == "func.func")
+    main = next(f for f in functions if f.attributes["sym_name"].value == "main")
+    block = main.regions[0].blocks[0]
+    with module.context, ir.Location.unknown(), ir.InsertionPoint.at_block_begin(block):
+        nothing = ir.RankedTensorType.get([0], ir.F32Type.get())
+        return stablehlo.CustomCallOp(
+            [nothing], [], call_target_name=ir.StringAttr.get(_STOP), has_side_effect=ir.BoolAttr.get(True)
+        )
+
+
+def _assigned(text: str) -> Memory:
+    """The sizes that `memory_analysis` gives, from XLA's text of an assignment of buffers."""
+    sizes = dict.fromkeys(("parameter", "maybe-live-out", "both", "preallocated-temp"), 0)
+    for size, told in _ALLOCATION.findall(text):
+        of = [name for name in sizes if name in told]
+        for name in (*of, *(("both",) if {"parameter", "maybe-live-out"} <= set(of) else ())):
+            sizes[name] += int(size)
+    return Memory(*sizes.values())
+
+
+def _counted(text: str) -> float:
+    """Operations of a compiled module; 0 where jaxlib counts none by its text."""
+    try:
+        from jaxlib import _hlo, _jax
+
+        found = _jax.hlo_module_cost_analysis(jax.devices()[0].client, _hlo.hlo_module_from_text(text))
+    except Exception:
+        return 0.0
+    return float(found.get("flops", 0.0))
 
 
 @dataclass(frozen=True)
@@ -129,7 +214,7 @@ _WRONG = 3
 @dataclass
 class Search:
     """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it.
-    ``placed``: where arguments and results lie (`placed_as`), and what else the caller gave to `jax.jit`."""
+    ``told``: what the caller gave to `jax.jit`, and where arguments and results lie (`placed_as`)."""
 
     program: Program
     leaves: list[Any]
@@ -138,7 +223,7 @@ class Search:
     before: Memory
     until: float
     operations: float = 0.0
-    placed: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
     tried: list[int] = field(default_factory=list)
     found: list[Candidate] = field(default_factory=list)
 
@@ -260,12 +345,9 @@ class Search:
             ):
                 continue
             lowered = made[0].lowered if made else self.lower(level)
-            compiled = compile_for(lowered, memory=order, quick=True, rough=True)
-            memory = memory_of(compiled)
+            memory, operations = look_at(lowered, memory=order)
             self.tried.append(memory.total)
-            self._looks[key, order] = Candidate(
-                lowered, memory, order, level, beyond, log, operations_of(compiled)
-            )
+            self._looks[key, order] = Candidate(lowered, memory, order, level, beyond, log, operations)
             self.found.append(self._looks[key, order])
         made = sorted((c for (k, _), c in self._looks.items() if k == key), key=lambda c: c.memory.total)
         if len(made) > 1:
@@ -275,7 +357,7 @@ class Search:
 
     def lower(self, level: Level) -> Any:
         run = on_values(level.ops, level.steps, self.planner.hold)
-        jitted = jax.jit(run, donate_argnums=self.donated, keep_unused=True, **self.placed)
+        jitted = jax.jit(run, donate_argnums=self.donated, **{"keep_unused": True, **self.told})
         return jitted.lower(*self.leaves)
 
     def again(self, beyond: float, log: Sequence[Any]) -> Level:
