@@ -310,7 +310,7 @@ class _Planning:
         self.text, self.as_it_is = str(traced.jaxpr), False
         # Given to `jax.jit` by the caller; JAX has no public name for it.
         given = getattr(traced, "_params", {})
-        self.told = {"keep_unused": bool(given.get("keep_unused", True))}
+        self.told: dict[str, Any] = {"keep_unused": bool(given.get("keep_unused", True))}
         options = dict(given.get("compiler_options_kvs", ()))
         self.told |= {"compiler_options": options} if options else {}
         alone = len(jax.devices()) == 1  # where arguments lie on several devices is not in the trace

@@ -138,11 +138,11 @@ def _stopped(lowered: Any, memory: bool) -> tuple[Memory, float] | None:
                 raise
         finally:
             stop.operation.erase()
-        (assigned, text) = (
-            next(Path(folder).glob(f"*cpu_after_optimizations{end}.txt"), None)
-            for end in ("-buffer-assignment", "")
-        )
-        return assigned and text and (_assigned(assigned.read_text()), _counted(text.read_text()))
+        names = (f"*cpu_after_optimizations{end}.txt" for end in ("-buffer-assignment", ""))
+        assigned, text = (next(Path(folder).glob(name), None) for name in names)
+        if assigned is None or text is None:
+            return None
+        return _assigned(assigned.read_text()), _counted(text.read_text())
 
 
 def _with_stop(module: Any) -> Any:
@@ -283,8 +283,10 @@ class Search:
             level = self.planner.level(self.program, beyond)
             if tries and level.flops > min((c.level.flops for c in fits), default=math.inf) and low == 0:
                 break
-            takes = min(beyond, float(level.peak))
+            takes, known = min(beyond, float(level.peak)), len(self._looks)
             made = self.look(level, beyond)
+            if len(self._looks) == known and level.peak > beyond:
+                break  # the least there is, again
             spare = self.room - made.memory.temporaries
             if spare >= 0:
                 low = max(low, takes)
