@@ -559,6 +559,23 @@ def test_a_plan_is_kept_on_disk_and_read_by_a_second_start(monkeypatch, tmp_path
         assert start().memory.total <= first.budget
 
 
+def test_what_was_reached_for_one_budget_is_known_to_another(tmp_path) -> None:
+    """The least that a refusal names grows at no tighter budget, and what was reached once is found again."""
+    step, least = step_of(in_a_scan), []
+    for budget in ("static+2%", "static+1%", "static+3%"):
+        with pytest.raises(Infeasible) as error:
+            tightship.jax.fit(step, budget, cache=tmp_path).prepare(weights(), X)
+        least.append(error.value.best_peak)
+    assert least == sorted(least, reverse=True)
+    fit = tightship.jax.fit(step, least[-1], cache=tmp_path).prepare(weights(), X)
+    assert fit.memory.total == least[-1]
+    looser = tightship.jax.fit(step, int(1.0001 * least[-1]), cache=tmp_path, seconds=0).prepare(weights(), X)
+    assert looser.memory.total <= looser.budget and looser.extra_flops <= fit.extra_flops
+    again = tightship.jax.fit(step, least[-1], cache=tmp_path).prepare(weights(), X)
+    assert not again.tried and again.memory == fit.memory
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 class TestLevels:
     @pytest.mark.parametrize("policy", [None, *POLICIES])
     def test_peaks_are_those_of_a_replay(self, policy) -> None:

@@ -46,6 +46,8 @@ from tightship.integrations.jax_arguments import (
 from tightship.integrations.jax_levels import Level
 from tightship.integrations.jax_regions import program_of
 from tightship.integrations.jax_search import (
+    Archive,
+    Candidate,
     Memory,
     Search,
     compile_for,
@@ -285,17 +287,6 @@ class FittedStep:
         return traced, results[0]
 
 
-class _Kept(msgspec.Struct):
-    """A plan on disk."""
-
-    limit: int
-    before: tuple[int, int, int, int]
-    operations_before: float
-    beyond: float
-    order: bool
-    log: list[Any]
-
-
 class _Planning:
     """What is planned for one kind of arguments: a program of XLA's, and what is said of it."""
 
@@ -315,6 +306,7 @@ class _Planning:
         self.told |= {"compiler_options": options} if options else {}
         alone = len(jax.devices()) == 1  # where arguments lie on several devices is not in the trace
         self.path = None if folder is None or not alone else folder / f"jax-{self._digest()}.json"
+        self.known: Archive | None = None
 
     def _digest(self) -> str:
         """Of everything that a plan depends on; addresses of functions in the jaxpr's text are none of it."""
@@ -326,7 +318,6 @@ class _Planning:
             places,
             self.donated,
             sorted(self.told.items()),
-            repr(self.budget),
             device.device_kind,
             len(jax.devices()),
         )
@@ -357,20 +348,29 @@ class _Planning:
             return self._given(lowered, limit, operations)
         told = {**self.told, **placed}
         search = Search(self.program, self.leaves, self.donated, limit, before, until, operations, told)
+        rows = self.known.rows if self.known else []
+        search.least = min((row.total for row in rows), default=math.inf)
+        within = [row for row in rows if row.total <= limit]
+        if within:
+            row = min(within, key=lambda row: row.flops)
+            with contextlib.suppress(*_NO_PLAN):
+                search.seed(row.beyond, row.log)
+        best = None
         try:
             best, compiled = search.run()
         except Infeasible:
             if before.total <= limit:
                 return self._given(lowered, limit, operations)
             raise
+        finally:
+            self._keep(search, best)
         if before.total <= limit and best.level.flops >= self.flops:
             return self._given(lowered, limit, operations)
-        fit = self._fit(compiled, best.level, limit, before, operations, tuple(search.tried))
+        return compiled, self._fit(compiled, best.level, limit, before, operations, tuple(search.tried))
+
+    def _keep(self, search: Search, best: Candidate | None) -> None:
         if self.path is not None:
-            sizes = (before.arguments, before.outputs, before.aliased, before.temporaries)
-            row = _Kept(limit, sizes, operations, min(best.beyond, 1e300), best.order, best.log)
-            _keep(self.path, to_json(row))
-        return compiled, fit
+            _keep(self.path, to_json(search.archive(self.known, best, repr(self.budget))))
 
     def _given(self, lowered: Any, limit: int, operations: float) -> tuple[Any, Fit]:
         """The step as it is."""
@@ -380,24 +380,25 @@ class _Planning:
         return compiled, Fit(limit, memory, memory, 0, 0.0, (memory.total,), 0.0, operations, operations)
 
     def kept(self) -> tuple[Any, Fit] | None:
-        """The program of a plan on disk, if there is one and XLA says the same of it."""
+        """The program of a plan on disk, if there is one for this budget and XLA says the same of it."""
         try:
             if self.path is None:
                 return None
-            row = from_json(self.path.read_bytes(), _Kept)
-            beyond = math.inf if row.beyond >= 1e300 else row.beyond
-            before = Memory(*row.before)
+            self.known = from_json(self.path.read_bytes(), Archive)
+            row = next(x for x in self.known.rows if repr(self.budget) in x.budgets)
+            before = Memory(*self.known.before)
+            limit = self.budget.resolve(before.total, static=before.static)
             search = Search(
-                self.program, self.leaves, self.donated, row.limit, before, self.until, told=self.told
+                self.program, self.leaves, self.donated, limit, before, self.until, told=self.told
             )
-            level = search.again(beyond, row.log)
+            level = search.again(row.beyond, row.log)
             compiled = compile_for(search.lower(level), memory=row.order, quick=False)
             with contextlib.suppress(OSError):
                 os.utime(self.path)
         except _NO_PLAN:
             return None
-        fit = self._fit(compiled, level, row.limit, before, row.operations_before, ())
-        return (compiled, fit) if fit.memory.total <= row.limit else None
+        fit = self._fit(compiled, level, limit, before, self.known.operations_before, ())
+        return (compiled, fit) if fit.memory.total <= limit else None
 
     def _fit(
         self,

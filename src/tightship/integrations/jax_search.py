@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 
 from tightship.errors import Infeasible, Unsupported
 from tightship.frontends.jax_program import Program, on_values
@@ -195,6 +196,26 @@ class Candidate:
     operations: float = 0.0
 
 
+class Row(msgspec.Struct, frozen=True):
+    """A candidate on disk, and the budgets whose answer it is."""
+
+    total: int
+    flops: int
+    beyond: float
+    order: bool
+    log: list[Any]
+    budgets: tuple[str, ...] = ()
+
+
+class Archive(msgspec.Struct, frozen=True):
+    """What is known of a step: of its programs those that no other one beats in bytes and operations, whatever budget
+    they were looked at for, and what answers a budget."""
+
+    before: tuple[int, int, int, int]
+    operations_before: float
+    rows: tuple[Row, ...]
+
+
 _AT_LEAST, _TRIES = 2, 4
 """Plans that are looked at however long it takes, and at most once one is within the budget; twice as many before."""
 _NEAR, _CHEAP = 0.95, 1.005
@@ -207,6 +228,8 @@ _LEAST = 0.5
 """Part of the budget's temporaries that a plan is asked to take, before it is asked for the least there is."""
 _SLOPES = (0.5, 0.9, 1.0)
 """What a byte less in a plan saves in the program, at least, at first, and at most."""
+_ENDLESS = 1e300
+"""Stands for bytes without a limit on disk: JSON has no word for it."""
 _WRONG = 3
 """How often a program that takes more than its look said is replaced."""
 
@@ -214,7 +237,8 @@ _WRONG = 3
 @dataclass
 class Search:
     """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it.
-    ``told``: what the caller gave to `jax.jit`, and where arguments and results lie (`placed_as`)."""
+    ``told``: what the caller gave to `jax.jit`, and where arguments and results lie (`placed_as`).
+    ``least``: the fewest bytes that were reached for other budgets."""
 
     program: Program
     leaves: list[Any]
@@ -224,6 +248,7 @@ class Search:
     until: float
     operations: float = 0.0
     told: dict[str, Any] = field(default_factory=dict)
+    least: float = math.inf
     tried: list[int] = field(default_factory=list)
     found: list[Candidate] = field(default_factory=list)
 
@@ -247,7 +272,7 @@ class Search:
         ``Infeasible``."""
         self._by_policies()
         self._planned()
-        least = min((self.before.total, *self.tried))
+        least = int(min((self.before.total, self.least, *self.tried)))
         for _ in range(_WRONG):
             fits = self.fitting()
             if not fits:
@@ -362,8 +387,29 @@ class Search:
         jitted = jax.jit(run, donate_argnums=self.donated, **{"keep_unused": True, **self.told})
         return jitted.lower(*self.leaves)
 
+    def seed(self, beyond: float, log: list[Any]) -> None:
+        """Looks at a program that was found for another budget. Raises what `again` does."""
+        level = self.again(beyond, log)
+        self.planner.log = log
+        self.look(level, beyond)
+
+    def archive(self, known: Archive | None, best: Candidate | None, budget: str) -> Archive:
+        """What is ``known`` and what was found, with ``best`` as the answer to a budget."""
+        b, rows = self.before, list(known.rows) if known else []
+        rows = [msgspec.structs.replace(x, budgets=tuple(n for n in x.budgets if n != budget)) for x in rows]
+        for c in self.found:
+            answers = (budget,) if c is best else ()
+            beyond = min(c.beyond, _ENDLESS)
+            rows.append(Row(c.memory.total, c.level.flops, beyond, c.order, c.log, answers))
+        kept: list[Row] = []
+        for x in sorted(rows, key=lambda x: (x.total, x.flops)):
+            if x.budgets or all(x.flops < k.flops for k in kept):
+                kept.append(x)
+        return Archive((b.arguments, b.outputs, b.aliased, b.temporaries), self.operations, tuple(kept))
+
     def again(self, beyond: float, log: Sequence[Any]) -> Level:
         """The level that ``log`` says. Raises what reading a log that is none of this program's comes to."""
+        beyond = math.inf if beyond >= _ENDLESS else beyond
         planner = Planner(self.planner.hold, given=iter(log))
         if log and log[0] in POLICIES:
             return planner.by_policy(self.program, str(log[0]), beyond)
