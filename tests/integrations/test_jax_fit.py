@@ -469,6 +469,27 @@ def test_the_gradient_of_a_pooling_is_computed_in_parts_of_the_batch() -> None:
     assert fit.memory.temporaries <= 0.5 * fit.before.temporaries and fit.extra_flops == 0
 
 
+@pytest.mark.parametrize("over", [jax.lax.pmean, jax.lax.pmax])
+def test_statistics_over_the_axis_of_a_vmap_are_made_again_as_any_reduction(over) -> None:
+    """`vmap` makes collectives over its axis reductions that keep their names: batch norms of equinox have them."""
+
+    def loss(params, x):
+        def one(x):
+            for up, down in zip(params["up"], params["down"], strict=True):
+                h = jax.nn.gelu(x @ up)
+                x = x + (h - over(jax.lax.stop_gradient(h), "batch")) @ down
+            return x
+
+        return (jax.vmap(one, axis_name="batch")(x) ** 2).mean()
+
+    params, step = separate(weights()), jax.value_and_grad(loss)
+    fitted = tightship.jax.fit(step, "static+60%")
+    got, expected = map(jax.tree.leaves, (fitted(params, X), jax.jit(step)(params, X)))
+    assert all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(got, expected, strict=True))
+    (fit,) = fitted.fits
+    assert fit.repeated and fit.memory.total <= fit.budget
+
+
 def test_what_costs_nothing_is_made_inside_of_the_loop_that_reads_it() -> None:
     def step(params, x, lengths):
         mask = jnp.broadcast_to((jnp.arange(WIDE) < lengths[:, None])[None], (8, BATCH, WIDE))
