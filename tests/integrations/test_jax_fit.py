@@ -667,3 +667,4 @@ for a, b in zip(got, expected):
         [sys.executable, "-c", code], env={**os.environ, **more}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert "tightship" not in done.stderr  # XLA says nothing of a program that could not be stopped

@@ -125,11 +125,15 @@ def look_at(lowered: Any, *, memory: bool) -> tuple[Memory, float]:
 
 
 def _stopped(lowered: Any, memory: bool) -> tuple[Memory, float] | None:
-    """What XLA wrote of a program before it found no ``_STOP``; None where it did not."""
+    """What XLA wrote of a program before it found no ``_STOP``; None where it did not, as for a program that it
+    divides among devices: there it takes no effect that has no place."""
     with tempfile.TemporaryDirectory(prefix="tightship-") as folder:
         try:
-            stop = _with_stop(lowered.compiler_ir("stablehlo"))
-        except (ImportError, AttributeError, TypeError, ValueError, StopIteration):
+            module = lowered.compiler_ir("stablehlo")
+            if module.operation.attributes["mhlo.num_partitions"].value > 1:
+                return None
+            stop = _with_stop(module)
+        except (ImportError, AttributeError, KeyError, TypeError, ValueError, StopIteration):
             return None  # another JAX, which builds modules in another way
         try:
             compile_for(lowered, memory=memory, quick=True, dump=folder)
