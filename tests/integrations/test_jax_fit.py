@@ -23,7 +23,13 @@ from tightship.integrations.jax_levels import (  # noqa: E402
     unplanned_bytes,
 )  # fmt: skip
 from tightship.integrations.jax_regions import program_of  # noqa: E402
-from tightship.integrations.jax_search import compile_for, memory_of, operations_of  # noqa: E402
+from tightship.integrations.jax_search import (  # noqa: E402
+    _stopped,
+    compile_for,
+    look_at,
+    memory_of,
+    operations_of,
+)
 from tightship.simulate import replay  # noqa: E402
 
 LAYERS, BATCH, WIDE = 6, 256, 32
@@ -92,6 +98,31 @@ def test_a_step_is_fitted_by_what_xla_says_of_the_program(forward) -> None:
         extra.append(fit.extra_flops)
     assert extra[0] == 0 and extra == sorted(extra) and fit.repeated > 0
     assert fit.memory.temporaries <= 0.4 * fit.before.temporaries
+
+
+def test_a_look_at_a_program_is_to_the_byte_what_its_compiled_program_takes(monkeypatch) -> None:
+    """Without making code: with donations, effects, loops, branches, random keys and constants."""
+
+    def told(params, x, key):
+        jax.debug.callback(lambda v: None, x.sum(), ordered=True)
+        x = jax.lax.cond(x[0, 0] > 0, jnp.tanh, jnp.sin, x * jax.random.bernoulli(key, 0.5, x.shape) + X)
+        return step_of(in_a_scan)(params, x)
+
+    for step, args, more in (
+        (step_of(in_a_row), (separate(weights()), X), {}),
+        (step_of(in_a_scan), (weights(), X), {"donate_argnums": 0}),
+        (told, (weights(), X, jax.random.key(0)), {}),
+    ):
+        lowered = jax.jit(step, **more).lower(*args)
+        for memory in (True, False):
+            found = _stopped(lowered, memory)
+            compiled = compile_for(lowered, memory=memory, quick=True)
+            assert found is not None and found[0] == memory_of(compiled)
+            assert found[1] == pytest.approx(operations_of(compiled), rel=1e-5)
+    # Where XLA does not stop, or another JAX builds modules otherwise, the program is compiled.
+    monkeypatch.setattr("tightship.integrations.jax_search._with_stop", lambda module: next(iter(())))
+    assert _stopped(lowered, memory=False) is None
+    assert look_at(lowered, memory=False)[0] == memory_of(compiled)
 
 
 def test_a_step_within_the_budget_is_compiled_as_it_is() -> None:
@@ -438,6 +469,27 @@ def test_the_gradient_of_a_pooling_is_computed_in_parts_of_the_batch() -> None:
     assert fit.memory.temporaries <= 0.5 * fit.before.temporaries and fit.extra_flops == 0
 
 
+@pytest.mark.parametrize("over", [jax.lax.pmean, jax.lax.pmax])
+def test_statistics_over_the_axis_of_a_vmap_are_made_again_as_any_reduction(over) -> None:
+    """`vmap` makes collectives over its axis reductions that keep their names: batch norms of equinox have them."""
+
+    def loss(params, x):
+        def one(x):
+            for up, down in zip(params["up"], params["down"], strict=True):
+                h = jax.nn.gelu(x @ up)
+                x = x + (h - over(jax.lax.stop_gradient(h), "batch")) @ down
+            return x
+
+        return (jax.vmap(one, axis_name="batch")(x) ** 2).mean()
+
+    params, step = separate(weights()), jax.value_and_grad(loss)
+    fitted = tightship.jax.fit(step, "static+60%")
+    got, expected = map(jax.tree.leaves, (fitted(params, X), jax.jit(step)(params, X)))
+    assert all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(got, expected, strict=True))
+    (fit,) = fitted.fits
+    assert fit.repeated and fit.memory.total <= fit.budget
+
+
 def test_what_costs_nothing_is_made_inside_of_the_loop_that_reads_it() -> None:
     def step(params, x, lengths):
         mask = jnp.broadcast_to((jnp.arange(WIDE) < lengths[:, None])[None], (8, BATCH, WIDE))
@@ -528,6 +580,23 @@ def test_a_plan_is_kept_on_disk_and_read_by_a_second_start(monkeypatch, tmp_path
         assert start().memory.total <= first.budget
 
 
+def test_what_was_reached_for_one_budget_is_known_to_another(tmp_path) -> None:
+    """The least that a refusal names grows at no tighter budget, and what was reached once is found again."""
+    step, least = step_of(in_a_scan), []
+    for budget in ("static+2%", "static+1%", "static+3%"):
+        with pytest.raises(Infeasible) as error:
+            tightship.jax.fit(step, budget, cache=tmp_path).prepare(weights(), X)
+        least.append(error.value.best_peak)
+    assert least == sorted(least, reverse=True)
+    fit = tightship.jax.fit(step, least[-1], cache=tmp_path).prepare(weights(), X)
+    assert fit.memory.total == least[-1]
+    looser = tightship.jax.fit(step, int(1.0001 * least[-1]), cache=tmp_path, seconds=0).prepare(weights(), X)
+    assert looser.memory.total <= looser.budget and looser.extra_flops <= fit.extra_flops
+    again = tightship.jax.fit(step, least[-1], cache=tmp_path).prepare(weights(), X)
+    assert not again.tried and again.memory == fit.memory
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 class TestLevels:
     @pytest.mark.parametrize("policy", [None, *POLICIES])
     def test_peaks_are_those_of_a_replay(self, policy) -> None:
@@ -552,28 +621,50 @@ class TestLevels:
         assert sum(e.flops for e in program.equations) == sum(op.flops for op in Ops(program).graph.ops) > 0
 
 
-def test_arguments_and_results_lie_on_devices_where_jit_has_them() -> None:
-    """In a process of its own: devices are counted at the start."""
-    code = """
+@pytest.mark.parametrize("budget", ["static+60%", "64MiB"])
+def test_offloads_that_xla_drops_are_said(budget) -> None:
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    fitted = tightship.jax.fit(step_of(body_of_layers(lambda f: jax.checkpoint(f, policy=policy))), budget)
+    with pytest.warns(UserWarning, match="keeps them on the device"):
+        fit = fitted.prepare(weights(), X)
+    assert "offloads values to the host" in str(fit)
+    assert tightship.jax.fit(step_of(in_a_scan), budget).prepare(weights(), X).notes == ()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_arguments_and_results_lie_on_devices_where_jit_has_them(jitted) -> None:
+    """In a process of its own: devices are counted at the start. A jitted step drops arguments that it never reads,
+    with their places."""
+    code = (
+        f"jitted = {jitted}\n"
+        + """
 import jax, jax.numpy as jnp, numpy as np, tightship
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 mesh = Mesh(np.array(jax.devices()), ("data",))
 whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 w, x = 0.1 * jnp.ones((6, 32, 32)), jnp.linspace(0, 1, 512 * 32).reshape(512, 32)
-def step(w, x):
+def step(unused, w, x):
     run = lambda w: (jax.lax.scan(lambda x, w: (x + jax.nn.gelu(x @ w), None), x, w)[0] ** 2).mean()
     loss, grads = jax.value_and_grad(run)(w)
     return w - 0.1 * grads, loss, 2 * x
-told = {"in_shardings": (whole, rows), "out_shardings": (whole, whole, rows)}
-expected = jax.jit(step, **told)(w, x)
-fitted = tightship.jax.fit(step, "static+60%", cache=None, **told)
-got = fitted(w, x)
-assert fitted.fits[0].repeated and fitted.fits[0].memory.static == fitted.fits[0].before.static
+told = {"in_shardings": (rows, whole, rows), "out_shardings": (whole, whole, rows)}
+plain = jax.jit(step, **told)
+expected = plain(x, w, x)
+if jitted:
+    fitted = tightship.jax.fit(plain, "static+60%", cache=None)
+else:
+    fitted = tightship.jax.fit(step, "static+60%", cache=None, **told)
+got = fitted(x, w, x)
+(fit,) = fitted.fits
+assert fit.repeated and fit.memory.static == fit.before.static
+assert fit.memory.arguments == w.nbytes + x.nbytes // 4 * (1 if jitted else 2)
 for a, b in zip(got, expected):
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim) and np.allclose(a, b, rtol=1e-5, atol=1e-6)
 """
-    more = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    )
+    more = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **more}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert "tightship" not in done.stderr  # XLA says nothing of a program that could not be stopped

@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core, source_info_util
 
 from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, called, flops_of, source_of
+from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, called, flops_of, kind_of, source_of
 from tightship.graph import Graph, Op
 
 __all__ = [
@@ -324,7 +324,7 @@ class Ops:
         moved = self.program.nbytes((*reads, *e.outputs))
         self.builder.op(
             Op(
-                self.builder.op_name(e.name), e.name, tuple(self.home[v] for v in reads),
+                self.builder.op_name(e.name), kind_of(e.made), tuple(self.home[v] for v in reads),
                 tuple(self.home[v] for v in e.outputs), time=max(flops / FLOPS, moved / BYTES), flops=flops,
                 workspace=e.inner,
                 effect=bool(e.made.effects) or e.once,

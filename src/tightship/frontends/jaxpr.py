@@ -17,7 +17,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.builder import GraphBuilder
 from tightship.graph import Graph, Op
 
-__all__ = ["BYTES", "FLOPS", "Traced", "bytes_of", "called", "flops_of", "lower", "source_of"]
+__all__ = ["BYTES", "FLOPS", "Traced", "bytes_of", "called", "flops_of", "kind_of", "lower", "source_of"]
 
 FLOPS = 5e10
 """Floating-point operations a second: only how they compare with bytes matters."""
@@ -165,7 +165,7 @@ class _Lowering:
         moved = sum(bytes_of(x.aval) for x in (*e.invars, *e.outvars))
         self.builder.op(
             Op(
-                f"{name}#{number}", e.primitive.name, inputs, tuple(outputs),
+                f"{name}#{number}", kind_of(e), inputs, tuple(outputs),
                 time=max(flops / FLOPS, moved / BYTES), flops=flops, phase=self.phase(e),
                 module=module.rstrip("."), source=source_of(e), effect=bool(e.effects),
             )
@@ -182,6 +182,17 @@ def bytes_of(aval: Any) -> int:
     """Bytes of an abstract array, 0 for what is none."""
     shape = getattr(aval, "shape", ())
     return math.prod(shape) * int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
+
+
+_OVER_DEVICES = {"psum": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}
+
+
+def kind_of(e: Any) -> str:
+    """The name of an equation's primitive; of a sum over devices that `vmap` made one over an array's own axes, what
+    it is: a reduction that nobody else hears of."""
+    name, axes = str(e.primitive.name), e.params.get("axes")
+    own = name in _OVER_DEVICES and axes is not None and all(isinstance(axis, int) for axis in axes)
+    return _OVER_DEVICES[name] if own else name
 
 
 def flops_of(e: Any) -> int:

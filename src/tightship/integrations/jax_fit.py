@@ -12,7 +12,6 @@ What is above the budget is planned again for less, until it is within it, or `I
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 import math
@@ -29,22 +28,45 @@ from typing import Any
 
 import jax
 import msgspec
-import numpy as np
 
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.files import DEFAULT, folder_of, from_json, to_json, write_file
 from tightship.frontends.jaxpr import flops_of
+from tightship.integrations.jax_arguments import (
+    PLACE,
+    Around,
+    Held,
+    StaticArguments,
+    is_array,
+    is_traced,
+    joined,
+    kind_of,
+    parted,
+)
 from tightship.integrations.jax_levels import Level
 from tightship.integrations.jax_regions import program_of
-from tightship.integrations.jax_search import Memory, Search, compile_for, memory_of, operations_of, placed_as
+from tightship.integrations.jax_search import (
+    Archive,
+    Candidate,
+    Memory,
+    Search,
+    compile_for,
+    look_at,
+    memory_of,
+    operations_of,
+    placed_as,
+)
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
 __all__ = ["Fit", "FittedStep", "Memory", "fit"]
 
-_PLACE = "tightship.jax.fit"
-_LAST = 2.5
-"""Time that XLA takes for the program that will run, over that for a first look at the step."""
+_LAST = 5.0
+"""Time that XLA takes for the program that will run, over that for a first look at the step, or more."""
+_DROPPED = (
+    "the step offloads values to the host, and XLA for this backend ({}) keeps them on the device: no byte is saved; "
+    "without offloads, fit decides what is made again"
+)
 _KEPT = 500
 """Plans that are kept on disk; those not read for longest are removed."""
 
@@ -55,7 +77,8 @@ class Fit:
     ``repeated``: equations that run again; ``extra_flops``: modeled operations over the step's, less than 0 where the
     step's own checkpoints make more again than need be. ``operations``: XLA's own count, with the body of a loop
     once, and ``operations_before`` that of the step as it was given. ``tried``: total bytes of each program that was
-    compiled (none for a plan that was kept); ``seconds`` of the processor for planning and compiling."""
+    looked at (none for a plan that was kept); ``seconds`` of the processor for planning and compiling. ``notes``:
+    what the step asks for and XLA does not do."""
 
     budget: int
     memory: Memory
@@ -66,6 +89,7 @@ class Fit:
     seconds: float
     operations: float = 0.0
     operations_before: float = 0.0
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         m, b = self.memory, self.before
@@ -74,6 +98,7 @@ class Fit:
             f"{format_bytes(m.static)}, temporaries {format_bytes(m.temporaries)} "
             f"({format_bytes(b.temporaries)} before); "
             f"{self.repeated} operations run again, {self.extra_flops:+.1%} FLOPs"
+            + "".join(f"; {note}" for note in self.notes)
         )
 
 
@@ -83,54 +108,6 @@ class _Planned:
 
     call: Callable[[Any, list[Any]], Any]
     fit: Fit
-
-
-_Held = dict[int, Any]
-"""Leaves of a tree that are no arrays, by position."""
-
-
-def _parted(tree: Any, keeps: Callable[[Any], bool]) -> tuple[Any, _Held]:
-    """``tree`` with None for leaves that are no arrays, and those: equinox's modules have functions among theirs."""
-    leaves, form = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
-    held = {k: x for k, x in enumerate(leaves) if x is not None and not keeps(x)}
-    return jax.tree.unflatten(form, [None if k in held else x for k, x in enumerate(leaves)]), held
-
-
-def _joined(tree: Any, held: _Held) -> Any:
-    if not held:
-        return tree
-    leaves, form = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
-    return jax.tree.unflatten(form, [held.get(k, x) for k, x in enumerate(leaves)])
-
-
-def _is_array(leaf: Any) -> bool:
-    arrays = (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)
-    return isinstance(leaf, arrays) or hasattr(leaf, "aval") or hasattr(leaf, "__jax_array__")
-
-
-def _is_traced(leaf: Any) -> bool:
-    """Whether `jax.jit` takes a leaf as an argument."""
-    return isinstance(leaf, (bool, int, float, complex)) or _is_array(leaf)
-
-
-class _Around:
-    """``step`` on arguments without the leaves that are ``held``: by position or name of the argument. What of its
-    results is no array is in ``beside`` once it was traced."""
-
-    def __init__(
-        self, step: Callable[..., Any], held: dict[Any, _Held], keeps: Callable[[Any], bool]
-    ) -> None:
-        functools.update_wrapper(self, step)
-        self._step, self._held, self._keeps = step, held, keeps
-        self.beside: _Held = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = self._step(
-            *(_joined(x, self._held.get(k, {})) for k, x in enumerate(args)),
-            **{name: _joined(x, self._held.get(name, {})) for name, x in kwargs.items()},
-        )
-        made, self.beside = _parted(out, self._keeps)
-        return made
 
 
 class FittedStep:
@@ -148,14 +125,14 @@ class FittedStep:
         self._folder = folder_of(cache)
         _check_options(step, jit)
         given: Any = step
-        self._given, self._jit, self._keeps = given, jit, _is_traced
+        self._given, self._jit, self._keeps = given, jit, is_traced
         self._donates = (False, False)  # the first argument, and the rest, of equinox's
         self._nnx = _is_nnx(step)
         if type(given).__module__.startswith("equinox") and hasattr(given, "donate_first"):
-            self._donates, self._keeps = (given.donate_first, given.donate_rest), _is_array
+            self._donates, self._keeps = (given.donate_first, given.donate_rest), is_array
             given = given.__wrapped__
         self._step: Any = given.jitted_fn if self._nnx else given
-        self._static = _StaticArguments(self._step, jit)
+        self._static = StaticArguments(self._step, jit)
         self._kinds: dict[Hashable, _Planned] = {}
 
     @property
@@ -195,7 +172,7 @@ class FittedStep:
             self._nnx, self._jit = _is_nnx(self._given), {}
             if self._nnx:
                 self._step = self._given.jitted_fn
-                self._static = _StaticArguments(self._step, {})
+                self._static = StaticArguments(self._step, {})
         return self._nnx
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Planned, Any, list[Any]]:
@@ -205,27 +182,25 @@ class FittedStep:
             raise BadInput(
                 "a fitted step was called inside of a transformation (jit, grad, vmap, scan); it is a compiled "
                 "program: give the whole step to fit, and call it from outside",
-                place=_PLACE,
+                place=PLACE,
             )
         around = None
         if not hasattr(self._step, "trace") and not all(map(self._keeps, leaves)):
             args, kwargs, around = self._without_others(args, kwargs)
             dynamic, static = self._static.divide(args, kwargs)
-            others = tuple((k, *row.items()) for k, row in around._held.items() if row)
+            others = tuple((k, *row.items()) for k, row in around.held.items() if row)
             static = (static, others)
             leaves, tree = jax.tree.flatten(dynamic)
-        kind = (tree, tuple(map(_kind_of, leaves)), static)
+        kind = (tree, tuple(map(kind_of, leaves)), static)
         try:
             known = kind in self._kinds
         except TypeError:
             raise BadInput(
                 "an argument has a leaf that is no array and cannot be hashed, so that it cannot be static",
-                place=_PLACE,
+                place=PLACE,
             ) from None
         if not known:
-            step = around or (
-                _Around(self._step, {}, self._keeps) if self._keeps is _is_array else self._step
-            )
+            step = around or (Around(self._step, {}, self._keeps) if self._keeps is is_array else self._step)
             with warnings.catch_warnings():
                 if any(self._donates):  # equinox donates what it can, and says nothing of the rest
                     warnings.filterwarnings("ignore", "Some donated buffers were not usable")
@@ -234,15 +209,15 @@ class FittedStep:
 
     def _without_others(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], _Around]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Around]:
         """The arguments without leaves that are no arrays, which the step gets all the same."""
-        held: dict[Any, _Held] = {}
+        held: dict[Any, Held] = {}
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for key, x in given.items():
             if not self._static.has(key):
-                given[key], held[key] = _parted(x, self._keeps)
+                given[key], held[key] = parted(x, self._keeps)
         made = tuple(given[k] for k in range(len(args)))
-        return made, {name: given[name] for name in kwargs}, _Around(self._step, held, self._keeps)
+        return made, {name: given[name] for name in kwargs}, Around(self._step, held, self._keeps)
 
     def _jitted(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if hasattr(step, "trace"):
@@ -267,21 +242,23 @@ class FittedStep:
         ):  # a node of the caller's that takes arrays only, where JAX puts what it knows of them
             traced, results = self._by_leaves(jitted, args, kwargs, tree, leaves)
             same = True
-        beside = dict(step.beside) if isinstance(step, _Around) else {}
+        beside = dict(step.beside) if isinstance(step, Around) else {}
         if not same:
             raise BadInput(
                 "the step is a jitted function with static arguments: give the function itself, and "
                 "static_argnums= to fit",
-                place=_PLACE,
+                place=PLACE,
             )
         planning = _Planning(traced, leaves, self._budget, self._folder, began + self._seconds)
         compiled, fit = planning.kept() or planning.searched()
-        fit = replace(fit, seconds=time.process_time() - began)
+        fit = replace(fit, seconds=time.process_time() - began, notes=planning.notes(compiled))
+        for note in fit.notes:
+            warnings.warn(note, stacklevel=4)
         if planning.as_it_is and results is None:
-            return _Planned(lambda dynamic, leaves: _joined(compiled(*dynamic[0], **dynamic[1]), beside), fit)
+            return _Planned(lambda dynamic, leaves: joined(compiled(*dynamic[0], **dynamic[1]), beside), fit)
         made = traced.out_tree if results is None else results
         return _Planned(
-            lambda dynamic, leaves: _joined(jax.tree.unflatten(made, compiled(*leaves)), beside), fit
+            lambda dynamic, leaves: joined(jax.tree.unflatten(made, compiled(*leaves)), beside), fit
         )
 
     def _by_leaves(
@@ -310,17 +287,6 @@ class FittedStep:
         return traced, results[0]
 
 
-class _Kept(msgspec.Struct):
-    """A plan on disk."""
-
-    limit: int
-    before: tuple[int, int, int, int]
-    operations_before: float
-    beyond: float
-    order: bool
-    log: list[Any]
-
-
 class _Planning:
     """What is planned for one kind of arguments: a program of XLA's, and what is said of it."""
 
@@ -332,50 +298,79 @@ class _Planning:
         info = jax.tree.leaves(traced.args_info)
         self.donated = tuple(k for k, x in enumerate(info) if x.donated)
         self.flops = sum(map(flops_of, traced.jaxpr.eqns))
-        self.as_it_is = False
+        self.text, self.as_it_is = str(traced.jaxpr), False
         # Given to `jax.jit` by the caller; JAX has no public name for it.
-        self.compiler_options = dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
-        # Where arguments lie on several devices is not in the trace.
-        alone = len(jax.devices()) == 1 and not self.compiler_options
+        given = getattr(traced, "_params", {})
+        self.told: dict[str, Any] = {"keep_unused": bool(given.get("keep_unused", True))}
+        options = dict(given.get("compiler_options_kvs", ()))
+        self.told |= {"compiler_options": options} if options else {}
+        alone = len(jax.devices()) == 1  # where arguments lie on several devices is not in the trace
         self.path = None if folder is None or not alone else folder / f"jax-{self._digest()}.json"
+        self.known: Archive | None = None
 
     def _digest(self) -> str:
         """Of everything that a plan depends on; addresses of functions in the jaxpr's text are none of it."""
-        text = re.sub(r"0x[0-9a-f]+", "", str(self.traced.jaxpr))
+        text = re.sub(r"0x[0-9a-f]+", "", self.text)
         places = [str(getattr(x, "sharding", "")) for x in self.leaves]
         device = jax.devices()[0]
-        of = (text, places, self.donated, repr(self.budget), device.device_kind, len(jax.devices()))
+        of = (
+            text,
+            places,
+            self.donated,
+            sorted(self.told.items()),
+            device.device_kind,
+            len(jax.devices()),
+        )
         made_by = (jax.__version__, version("jaxlib"), version("tightship"))
         return hashlib.sha256(repr((of, made_by, str(default.Options()))).encode()).hexdigest()[:32]
+
+    def notes(self, compiled: Any) -> tuple[str, ...]:
+        """What the step asks for and XLA does not do: CPUs have no memory of a host beside their own, and XLA drops
+        what is moved there."""
+        found = compiled.memory_analysis()
+        sizes = ("argument", "output", "alias", "temp")
+        held = sum(getattr(found, f"host_{name}_size_in_bytes", 0) for name in sizes)
+        return () if "<host>" not in self.text or held else (_DROPPED.format(jax.default_backend()),)
 
     def searched(self) -> tuple[Any, Fit]:
         lowered = self.traced.lower()
         began = time.process_time()
-        first = compile_for(lowered, memory=False, quick=True)
+        if len(jax.devices()) > 1:  # where arguments and results lie is in a compiled program
+            first = compile_for(lowered, memory=False, quick=True)
+            before, operations = memory_of(first), operations_of(first)
+            placed = placed_as(first)
+        else:
+            (before, operations), placed = look_at(lowered, memory=False), {}
         until = self.until - _LAST * (time.process_time() - began)
-        before, operations = memory_of(first), operations_of(first)
         limit = self.budget.resolve(before.total, static=before.static)
-        drops = "differentiated=True" in str(self.traced.jaxpr)  # checkpoints that make something again
+        drops = "differentiated=True" in self.text  # checkpoints that make something again
         if before.total <= limit and not drops:
             return self._given(lowered, limit, operations)
-        placed = placed_as(first, self.leaves)
-        if self.compiler_options:
-            placed["compiler_options"] = self.compiler_options
-        search = Search(self.program, self.leaves, self.donated, limit, before, until, operations, placed)
+        told = {**self.told, **placed}
+        search = Search(self.program, self.leaves, self.donated, limit, before, until, operations, told)
+        rows = self.known.rows if self.known else []
+        search.least = min((row.total for row in rows), default=math.inf)
+        within = [row for row in rows if row.total <= limit]
+        if within:
+            row = min(within, key=lambda row: row.flops)
+            with contextlib.suppress(*_NO_PLAN):
+                search.seed(row.beyond, row.log)
+        best = None
         try:
             best, compiled = search.run()
         except Infeasible:
             if before.total <= limit:
                 return self._given(lowered, limit, operations)
             raise
+        finally:
+            self._keep(search, best)
         if before.total <= limit and best.level.flops >= self.flops:
             return self._given(lowered, limit, operations)
-        fit = self._fit(compiled, best.level, limit, before, operations, tuple(search.tried))
+        return compiled, self._fit(compiled, best.level, limit, before, operations, tuple(search.tried))
+
+    def _keep(self, search: Search, best: Candidate | None) -> None:
         if self.path is not None:
-            sizes = (before.arguments, before.outputs, before.aliased, before.temporaries)
-            row = _Kept(limit, sizes, operations, min(best.beyond, 1e300), best.order, best.log)
-            _keep(self.path, to_json(row))
-        return compiled, fit
+            _keep(self.path, to_json(search.archive(self.known, best, repr(self.budget))))
 
     def _given(self, lowered: Any, limit: int, operations: float) -> tuple[Any, Fit]:
         """The step as it is."""
@@ -385,22 +380,25 @@ class _Planning:
         return compiled, Fit(limit, memory, memory, 0, 0.0, (memory.total,), 0.0, operations, operations)
 
     def kept(self) -> tuple[Any, Fit] | None:
-        """The program of a plan on disk, if there is one and XLA says the same of it."""
+        """The program of a plan on disk, if there is one for this budget and XLA says the same of it."""
         try:
             if self.path is None:
                 return None
-            row = from_json(self.path.read_bytes(), _Kept)
-            beyond = math.inf if row.beyond >= 1e300 else row.beyond
-            before = Memory(*row.before)
-            search = Search(self.program, self.leaves, self.donated, row.limit, before, self.until)
-            level = search.again(beyond, row.log)
+            self.known = from_json(self.path.read_bytes(), Archive)
+            row = next(x for x in self.known.rows if repr(self.budget) in x.budgets)
+            before = Memory(*self.known.before)
+            limit = self.budget.resolve(before.total, static=before.static)
+            search = Search(
+                self.program, self.leaves, self.donated, limit, before, self.until, told=self.told
+            )
+            level = search.again(row.beyond, row.log)
             compiled = compile_for(search.lower(level), memory=row.order, quick=False)
             with contextlib.suppress(OSError):
                 os.utime(self.path)
         except _NO_PLAN:
             return None
-        fit = self._fit(compiled, level, row.limit, before, row.operations_before, ())
-        return (compiled, fit) if fit.memory.total <= row.limit else None
+        fit = self._fit(compiled, level, limit, before, self.known.operations_before, ())
+        return (compiled, fit) if fit.memory.total <= limit else None
 
     def _fit(
         self,
@@ -450,83 +448,24 @@ def _is_nnx(step: Any) -> bool:
 def _read(budget: BudgetLike) -> Budget:
     if budget is None:
         raise BadInput(
-            "no budget is given; give bytes such as 4GiB, or a percentage such as 60%", place=_PLACE
+            "no budget is given; give bytes such as 4GiB, or a percentage such as 60%", place=PLACE
         )
     return parse_budget(budget)
 
 
 def _check_options(step: Any, jit: dict[str, Any]) -> None:
     if not callable(step):
-        raise BadInput("a step is a function", step, _PLACE)
+        raise BadInput("a step is a function", step, PLACE)
     unknown = next((name for name in jit if name not in inspect.signature(jax.jit).parameters), None)
     if unknown is not None:
         raise BadInput(
-            f"unknown option {unknown!r}: options are budget, seconds, and those of jax.jit", place=_PLACE
+            f"unknown option {unknown!r}: options are budget, seconds, and those of jax.jit", place=PLACE
         )
     if jit and hasattr(step, "trace"):
         raise BadInput(
             "the step is jitted already, and options of jax.jit are given; give the function itself",
-            place=_PLACE,
+            place=PLACE,
         )
-
-
-class _StaticArguments:
-    """Which arguments are static, as `jax.jit` takes them: by number or by name."""
-
-    def __init__(self, step: Callable[..., Any], jit: dict[str, Any]) -> None:
-        numbers, names = jit.get("static_argnums"), jit.get("static_argnames")
-        self._numbers = {numbers} if isinstance(numbers, int) else set(numbers or ())
-        self._names = {names} if isinstance(names, str) else set(names or ())
-        if not self._numbers and not self._names:
-            return
-        if hasattr(step, "trace"):
-            raise BadInput(
-                "static arguments of a function that is jitted; give the function itself", place=_PLACE
-            )
-        try:
-            given = list(inspect.signature(step).parameters.values())
-        except (TypeError, ValueError):
-            return
-        order = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._numbers = {k % len(order) if k < 0 and order else k for k in self._numbers}
-        self._names |= {order[k] for k in self._numbers if k < len(order)}
-        self._numbers |= {k for k, name in enumerate(order) if name in self._names}
-
-    def has(self, key: int | str) -> bool:
-        """Whether an argument is static."""
-        return key in self._numbers or key in self._names
-
-    def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Hashable]:
-        """The dynamic arguments, and the static ones with their places."""
-        dynamic = (
-            tuple(x for k, x in enumerate(args) if k not in self._numbers),
-            {name: x for name, x in kwargs.items() if name not in self._names},
-        )
-        rows = [(k, x) for k, x in enumerate(args) if k in self._numbers]
-        static = (*rows, *((n, kwargs[n]) for n in sorted(kwargs) if n in self._names))
-        try:
-            hash(static)
-        except TypeError:
-            raise BadInput(
-                "a static argument cannot be hashed, which jax.jit asks for", place=_PLACE
-            ) from None
-        return dynamic, static
-
-
-def _kind_of(leaf: Any) -> Hashable:
-    """What a program is compiled for: shape, type, and where it lies."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        shape, dtype, weak = leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False))
-    elif hasattr(leaf, "aval"):
-        shape, dtype, weak = leaf.aval.shape, leaf.aval.dtype, leaf.aval.weak_type
-    else:
-        shape, dtype, weak = (
-            np.shape(leaf),
-            jax.dtypes.result_type(leaf),
-            isinstance(leaf, (bool, int, float, complex)),
-        )
-    at = getattr(leaf, "sharding", None)
-    return shape, str(dtype), weak, None if isinstance(at, jax.sharding.SingleDeviceSharding) else at
 
 
 def fit(

@@ -7,18 +7,31 @@ compiled, cheaply: without fast code for the processor, which decides nothing ab
 from __future__ import annotations
 
 import math
+import re
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 
 from tightship.errors import Infeasible, Unsupported
 from tightship.frontends.jax_program import Program, on_values
 from tightship.integrations.jax_levels import POLICIES, Level, Planner, unplanned_bytes
 
-__all__ = ["Candidate", "Memory", "Search", "compile_for", "memory_of", "operations_of", "placed_as"]
+__all__ = [
+    "Candidate",
+    "Memory",
+    "Search",
+    "compile_for",
+    "look_at",
+    "memory_of",
+    "operations_of",
+    "placed_as",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +72,16 @@ def operations_of(compiled: Any) -> float:
     return float(next((x["flops"] for x in rows if x and "flops" in x), 0.0))
 
 
-def placed_as(compiled: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+def placed_as(compiled: Any) -> dict[str, Any]:
     """Options of `jax.jit` for what takes and gives flat lists and places them as a compiled program does; none on
-    one device."""
-    given, made = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
-    if all(len(s.device_set) == 1 for s in (*given, *made)):
+    one device. What a program does not read lies anywhere."""
+    given, made = (
+        jax.tree.leaves(x, is_leaf=lambda s: s is None)
+        for x in (compiled.input_shardings, compiled.output_shardings)
+    )
+    if all(s is None or len(s.device_set) == 1 for s in (*given, *made)):
         return {}
-    takes = {"in_shardings": tuple(given)} if len(given) == len(leaves) else {}
-    return {"out_shardings": made, **takes}
+    return {"in_shardings": tuple(given), "out_shardings": made}
 
 
 _CPU_ORDER = "xla_cpu_scheduler_type"
@@ -74,26 +89,101 @@ _MEMORY_FIRST = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 """XLA's order for CPUs is one for concurrency by default, in which what is recomputed runs as early as it can."""
 _QUICK = {"xla_backend_optimization_level": 0}
 """Memory is decided before code is optimized."""
-_ROUGH = {"xla_cpu_use_fusion_emitters": False}
-"""A third of the time of the processor; another kernel for some ops, by which bytes differ a little."""
 
 
-def compile_for(lowered: Any, *, memory: bool, quick: bool, rough: bool = False) -> Any:
-    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at; ``rough``:
-    with other kernels than those that will run."""
+def compile_for(lowered: Any, *, memory: bool, quick: bool, dump: str | None = None) -> Any:
+    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at; ``dump``: a
+    folder for what XLA says of it."""
     options: dict[str, Any] = {}
     if jax.default_backend() == "cpu":
         options = {_CPU_ORDER: _MEMORY_FIRST} if memory else {}
         options |= _QUICK if quick else {}
-        options |= _ROUGH if quick and rough else {}
+        options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if dump else {}
     while True:
         try:
             return lowered.compile(options or None)
         except Exception as error:
-            unknown = [name for name in options if name in str(error)]
+            unknown = [name for name in options if f"option: '{name}'" in str(error)]
             if not unknown:
                 raise
             options = {name: x for name, x in options.items() if name not in unknown}
+
+
+_STOP = "tightship_stop"
+"""A function that nobody has: XLA looks for it once every buffer has its place, before it makes code."""
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)", re.MULTILINE)
+
+
+def look_at(lowered: Any, *, memory: bool) -> tuple[Memory, float]:
+    """Memory and operations of the program that XLA would compile. On CPUs without making its code, which takes most
+    of the time: to the byte what the compiled program has, for it is that program's assignment of buffers."""
+    found = _stopped(lowered, memory) if jax.default_backend() == "cpu" else None
+    if found is None:
+        compiled = compile_for(lowered, memory=memory, quick=True)
+        found = memory_of(compiled), operations_of(compiled)
+    return found
+
+
+def _stopped(lowered: Any, memory: bool) -> tuple[Memory, float] | None:
+    """What XLA wrote of a program before it found no ``_STOP``; None where it did not, as for a program that it
+    divides among devices: there it takes no effect that has no place."""
+    with tempfile.TemporaryDirectory(prefix="tightship-") as folder:
+        try:
+            module = lowered.compiler_ir("stablehlo")
+            if module.operation.attributes["mhlo.num_partitions"].value > 1:
+                return None
+            stop = _with_stop(module)
+        except (ImportError, AttributeError, KeyError, TypeError, ValueError, StopIteration):
+            return None  # another JAX, which builds modules in another way
+        try:
+            compile_for(lowered, memory=memory, quick=True, dump=folder)
+            return None
+        except Exception as error:
+            if _STOP not in str(error):
+                raise
+        finally:
+            stop.operation.erase()
+        names = (f"*cpu_after_optimizations{end}.txt" for end in ("-buffer-assignment", ""))
+        assigned, text = (next(Path(folder).glob(name), None) for name in names)
+        if assigned is None or text is None:
+            return None
+        return _assigned(assigned.read_text()), _counted(text.read_text())
+
+
+def _with_stop(module: Any) -> Any:
+    """An operation that stops the compiler, in a module of StableHLO."""
+    from jax.interpreters.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    functions = (op for op in module.body.operations if op.operation.name == "func.func")
+    main = next(f for f in functions if f.attributes["sym_name"].value == "main")
+    block = main.regions[0].blocks[0]
+    with module.context, ir.Location.unknown(), ir.InsertionPoint.at_block_begin(block):
+        nothing = ir.RankedTensorType.get([0], ir.F32Type.get())
+        return stablehlo.CustomCallOp(
+            [nothing], [], call_target_name=ir.StringAttr.get(_STOP), has_side_effect=ir.BoolAttr.get(True)
+        )
+
+
+def _assigned(text: str) -> Memory:
+    """The sizes that `memory_analysis` gives, from XLA's text of an assignment of buffers."""
+    sizes = dict.fromkeys(("parameter", "maybe-live-out", "both", "preallocated-temp"), 0)
+    for size, told in _ALLOCATION.findall(text):
+        of = [name for name in sizes if name in told]
+        for name in (*of, *(("both",) if {"parameter", "maybe-live-out"} <= set(of) else ())):
+            sizes[name] += int(size)
+    return Memory(*sizes.values())
+
+
+def _counted(text: str) -> float:
+    """Operations of a compiled module; 0 where jaxlib counts none by its text."""
+    try:
+        from jaxlib import _hlo, _jax
+
+        found = _jax.hlo_module_cost_analysis(jax.devices()[0].client, _hlo.hlo_module_from_text(text))
+    except Exception:
+        return 0.0
+    return float(found.get("flops", 0.0))
 
 
 @dataclass(frozen=True)
@@ -110,6 +200,26 @@ class Candidate:
     operations: float = 0.0
 
 
+class Row(msgspec.Struct, frozen=True):
+    """A candidate on disk, and the budgets whose answer it is."""
+
+    total: int
+    flops: int
+    beyond: float
+    order: bool
+    log: list[Any]
+    budgets: tuple[str, ...] = ()
+
+
+class Archive(msgspec.Struct, frozen=True):
+    """What is known of a step: of its programs those that no other one beats in bytes and operations, whatever budget
+    they were looked at for, and what answers a budget."""
+
+    before: tuple[int, int, int, int]
+    operations_before: float
+    rows: tuple[Row, ...]
+
+
 _AT_LEAST, _TRIES = 2, 4
 """Plans that are looked at however long it takes, and at most once one is within the budget; twice as many before."""
 _NEAR, _CHEAP = 0.95, 1.005
@@ -122,6 +232,8 @@ _LEAST = 0.5
 """Part of the budget's temporaries that a plan is asked to take, before it is asked for the least there is."""
 _SLOPES = (0.5, 0.9, 1.0)
 """What a byte less in a plan saves in the program, at least, at first, and at most."""
+_ENDLESS = 1e300
+"""Stands for bytes without a limit on disk: JSON has no word for it."""
 _WRONG = 3
 """How often a program that takes more than its look said is replaced."""
 
@@ -129,7 +241,8 @@ _WRONG = 3
 @dataclass
 class Search:
     """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it.
-    ``placed``: where arguments and results lie (`placed_as`), and what else the caller gave to `jax.jit`."""
+    ``told``: what the caller gave to `jax.jit`, and where arguments and results lie (`placed_as`).
+    ``least``: the fewest bytes that were reached for other budgets."""
 
     program: Program
     leaves: list[Any]
@@ -138,7 +251,8 @@ class Search:
     before: Memory
     until: float
     operations: float = 0.0
-    placed: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
+    least: float = math.inf
     tried: list[int] = field(default_factory=list)
     found: list[Candidate] = field(default_factory=list)
 
@@ -162,7 +276,7 @@ class Search:
         ``Infeasible``."""
         self._by_policies()
         self._planned()
-        least = min((self.before.total, *self.tried))
+        least = int(min((self.before.total, self.least, *self.tried)))
         for _ in range(_WRONG):
             fits = self.fitting()
             if not fits:
@@ -198,8 +312,10 @@ class Search:
             level = self.planner.level(self.program, beyond)
             if tries and level.flops > min((c.level.flops for c in fits), default=math.inf) and low == 0:
                 break
-            takes = min(beyond, float(level.peak))
+            takes, known = min(beyond, float(level.peak)), len(self._looks)
             made = self.look(level, beyond)
+            if len(self._looks) == known and level.peak > beyond:
+                break  # the least there is, again
             spare = self.room - made.memory.temporaries
             if spare >= 0:
                 low = max(low, takes)
@@ -260,12 +376,9 @@ class Search:
             ):
                 continue
             lowered = made[0].lowered if made else self.lower(level)
-            compiled = compile_for(lowered, memory=order, quick=True, rough=True)
-            memory = memory_of(compiled)
+            memory, operations = look_at(lowered, memory=order)
             self.tried.append(memory.total)
-            self._looks[key, order] = Candidate(
-                lowered, memory, order, level, beyond, log, operations_of(compiled)
-            )
+            self._looks[key, order] = Candidate(lowered, memory, order, level, beyond, log, operations)
             self.found.append(self._looks[key, order])
         made = sorted((c for (k, _), c in self._looks.items() if k == key), key=lambda c: c.memory.total)
         if len(made) > 1:
@@ -275,11 +388,32 @@ class Search:
 
     def lower(self, level: Level) -> Any:
         run = on_values(level.ops, level.steps, self.planner.hold)
-        jitted = jax.jit(run, donate_argnums=self.donated, keep_unused=True, **self.placed)
+        jitted = jax.jit(run, donate_argnums=self.donated, **{"keep_unused": True, **self.told})
         return jitted.lower(*self.leaves)
+
+    def seed(self, beyond: float, log: list[Any]) -> None:
+        """Looks at a program that was found for another budget. Raises what `again` does."""
+        level = self.again(beyond, log)
+        self.planner.log = log
+        self.look(level, beyond)
+
+    def archive(self, known: Archive | None, best: Candidate | None, budget: str) -> Archive:
+        """What is ``known`` and what was found, with ``best`` as the answer to a budget."""
+        b, rows = self.before, list(known.rows) if known else []
+        rows = [msgspec.structs.replace(x, budgets=tuple(n for n in x.budgets if n != budget)) for x in rows]
+        for c in self.found:
+            answers = (budget,) if c is best else ()
+            beyond = min(c.beyond, _ENDLESS)
+            rows.append(Row(c.memory.total, c.level.flops, beyond, c.order, c.log, answers))
+        kept: list[Row] = []
+        for x in sorted(rows, key=lambda x: (x.total, x.flops)):
+            if x.budgets or all(x.flops < k.flops for k in kept):
+                kept.append(x)
+        return Archive((b.arguments, b.outputs, b.aliased, b.temporaries), self.operations, tuple(kept))
 
     def again(self, beyond: float, log: Sequence[Any]) -> Level:
         """The level that ``log`` says. Raises what reading a log that is none of this program's comes to."""
+        beyond = math.inf if beyond >= _ENDLESS else beyond
         planner = Planner(self.planner.hold, given=iter(log))
         if log and log[0] in POLICIES:
             return planner.by_policy(self.program, str(log[0]), beyond)
