@@ -207,12 +207,15 @@ class _Lowering:
         return "constant" if n in self.folded else caller_kind(self.web.nodes[n].kind, n in self.fed)
 
     def foldable(self, kept: Collection[str]) -> frozenset[str]:
-        """Nodes of constants alone: a session works them out once, before it runs (`_FOLDED` bytes at most each)."""
+        """Nodes of constants alone, which a session works out once, before it runs. What would be much larger than
+        the constants (zeros of a shape) stays an op, or it would be there all the time."""
         found: set[str] = set()
         for n in in_order(self.web.read, {n: k for k, n in enumerate(self.web.nodes)}.__getitem__):
             node, row = self.web.nodes[n], self.types.results[n]
             plain = node.kind not in CONTROL and n not in self.types.stateful and n not in self.types.called
-            small = all(m.nbytes <= _FOLDED and m.items is None and not m.handle for m in row)
+            given = sum(self._made(m, p, n).nbytes for m, p in self._data(n))
+            most = min(_FOLDED, max(_SMALL, 4 * given))
+            small = all(m.nbytes <= most and m.items is None and not m.handle for m in row)
             known = all(m in found or self._caller(m) == "constant" for m in self.web.read[n])
             if plain and small and known and row and self.web.read[n] and n not in kept:
                 found.add(n)
@@ -493,7 +496,8 @@ class _Lowering:
         return tuple(found)
 
 
-_FOLDED: Final = 10 << 20
+_SMALL, _FOLDED = 4096, 10 << 20
+"""Bytes up to which a result of constants is always one itself, and beyond which TensorFlow never makes it one."""
 _LIST_WRITES: Final = frozenset("TensorListSetItem TensorListPushBack TensorListPopBack".split())
 
 

@@ -132,7 +132,7 @@ CONTROL: Final = SWITCHES | frozenset(
 _FORWARD: Final = SWITCHES | frozenset(
     "Identity IdentityN RefIdentity Snapshot StopGradient PreventGradient CheckNumerics EnsureShape Reshape Squeeze "
     "ExpandDims Bitcast Enter RefEnter NextIteration RefNextIteration LoopCond ReadVariableOp "
-    "DestroyTemporaryVariable".split()
+    "DestroyTemporaryVariable OptionalFromValue OptionalGetValue".split()
 )
 """Kinds whose results are their inputs' bytes."""
 _READS_HANDLE: Final = frozenset(
