@@ -96,6 +96,51 @@ def test_results_are_written_over_inputs_of_sizes_that_the_runtime_cannot_infer(
     assert np.array_equal(measure(out, other).outputs[0], measure(path, other).outputs[0])
 
 
+@pytest.mark.parametrize("level", ["disabled", "all"])
+def test_what_nobody_reads_is_there_to_the_end(tmp_path, level):
+    """A Split's second part, and an LSTM's last states, as exporters leave them; also in a loop's turn."""
+    sizes = {"w": (2, 96, 16), "r": (2, 96, 24)}
+    given = [tensor(n, weights(*s)) for n, s in sizes.items()] + [tensor("n", 3), tensor("true", True)]
+    split = {"axis": 1, "num_outputs": 2}
+    turn = [node("Split", ["c"], ["d", "left"], **split), node("Concat", ["d", "d"], ["e"], axis=1)]
+    turn += [node("Identity", ["again"], ["on"]), node("Tanh", ["e"], ["f"])]
+    states = [value("again", [], TensorProto.BOOL), value("c", [11, 96])]
+    body = helper.make_graph(
+        turn, "turn", [value("i", [], TensorProto.INT64), *states],
+        [value("on", [], TensorProto.BOOL), value("f", [11, 96])],
+    )  # fmt: skip
+    nodes = [
+        node("LSTM", ["x", "w", "r"], ["y", "h", "s"], hidden_size=24, direction="bidirectional"),
+        node("Reshape", ["y", "shape"], ["a"]),
+        node("Split", ["a"], ["b", "unread"], **split),
+        node("Concat", ["b", "b"], ["c0"], axis=1),
+        node("Loop", ["n", "true", "c0"], ["z"], body=body),
+        node("Relu", ["z"], ["out"]),
+    ]
+    given.append(tensor("shape", np.array([11, 96])))
+    model = made(nodes, [value("x", [11, 2, 16])], [value("out", None)], given, opset=18)
+    original = lower(read(saved(tmp_path, model)))
+    (tmp_path / "work").mkdir()
+    program = original if level == "disabled" else optimized(original, tmp_path / "work", None, level)
+    plan = api.plan_graph(program.graph).plan
+    write_model(program, plan, tmp_path / "out.onnx")
+    ran = measure(tmp_path / "out.onnx", feeds_of(original), level=level)
+    planned = plan.peak - program.graph.static_bytes
+    assert ran.peak <= planned
+
+
+def test_sparse_weights_are_planned_as_they_are(tmp_path, capsys):
+    """The runtime's optimizer writes them as onnx's checker does not allow."""
+    model = made([node("MatMul", ["x", "w"], ["y"])], [value("x", [4, 8])], [value("y", [4, 8])])
+    values = helper.make_tensor("w", TensorProto.FLOAT, [3], [1.0, 2.0, 3.0])
+    places = helper.make_tensor("places", TensorProto.INT64, [3], [1, 10, 40])
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [8, 8]))
+    status, rows = plan_of(capsys, saved(tmp_path, model), "--write", tmp_path / "out.onnx")
+    assert status == 0 and rows["runtime"]["failure"] is None
+    assert any("sparse weights" in note for note in rows["notes"])
+    assert rows["runtime"]["tried"]["planned"]["difference"] == 0
+
+
 @pytest.mark.parametrize("level", ["basic", "extended", "all"])
 def test_levels_say_where_the_file_runs(tmp_path, level):
     original = lower(read(saved(tmp_path, branches())), "n=1")

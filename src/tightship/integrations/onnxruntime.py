@@ -20,9 +20,9 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime
 
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.files import scratch_folder
-from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, read, tensors
+from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, has_sparse, read, tensors
 from tightship.frontends.onnx.lower import Program, lower
 from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION
 
@@ -137,7 +137,7 @@ def optimized(program: Program, folder: Path, sizes: Any = None, level: str = "a
     """What onnxruntime's optimizer makes of a model, written into ``folder`` and read for the same ``sizes``. Nodes
     that are the same for every run are computed once, others fused or laid out anew.
 
-    Raises ``BadInput`` where the runtime does not load the model, and what `lower` raises.
+    Raises ``BadInput`` where the runtime does not load the model, ``Unsupported`` for sparse weights, and as `lower`.
     """
     model = program.model
     path = folder / (model.path.stem + ".onnx")
@@ -153,6 +153,9 @@ def optimized(program: Program, folder: Path, sizes: Any = None, level: str = "a
         )
     started(model.path, options, merge=True)
     found = read(path, convert=False)
+    if has_sparse(found.proto):
+        fault = "onnxruntime writes its sparse weights as onnx does not allow"
+        raise Unsupported(str(model.path), fault, "plan with --optimize none")
     fixed_weights(found.proto, {i.name for i in model.proto.graph.input})
     meta = program.graph.meta
     notes = (

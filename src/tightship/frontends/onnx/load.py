@@ -34,6 +34,7 @@ __all__ = [
     "check_external",
     "external",
     "fixed_weights",
+    "has_sparse",
     "read",
     "stamp",
     "tensors",
@@ -199,6 +200,11 @@ def _check_text(proto: Any, place: str) -> None:
         raise BadInput(f"name that is not UTF-8: {wrong!r}", place=place)
 
 
+def has_sparse(proto: Any) -> bool:
+    """Whether a model has weights of which only some elements are written."""
+    return any(graph is not None and len(graph.sparse_initializer) for graph, _ in _graphs(proto))
+
+
 # --- weights beside the file ---
 
 
@@ -308,7 +314,7 @@ def _converted(proto: Any, place: str) -> tuple[Any, tuple[str, ...]]:
     version = _opset(proto)
     if version >= OLDEST:
         return proto, ()
-    if any(graph is not None and len(graph.sparse_initializer) for graph, _ in _graphs(proto)):
+    if has_sparse(proto):
         raise _inconvertible(version, place, "it does not take sparse initializers")
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)

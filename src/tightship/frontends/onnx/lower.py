@@ -77,7 +77,7 @@ def lower(
     low.run()
     name = model.path.stem or "model"
     meta = {"source": "onnx", "views": views, "in_place": in_place, "in_place_candidates": low.could}
-    graph = low.builder.graph(low.outputs(), name, meta)
+    graph = low.builder.graph((*low.outputs(), *low.unread()), name, meta)
     return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes))
 
 
@@ -127,6 +127,17 @@ class _Lowering:
 
     def outputs(self) -> tuple[int, ...]:
         return tuple(self._value(o.name) for o in self.scope.proto.output)
+
+    def unread(self) -> tuple[int, ...]:
+        """Results that nobody reads: onnxruntime frees a value after its last reader, and these at the end."""
+        if self.settings.in_place != "onnxruntime":
+            return ()
+        return tuple(
+            self.value_of[n]
+            for node in self.scope.proto.node
+            for n in node.output
+            if n and n in self.maker and n not in self.results and n not in self.readers
+        )
 
     # --- values ---
 
@@ -295,7 +306,7 @@ class _Lowering:
         low.run()
         outside = [self._adopted(n, low, owner) if n in low.constants else n for n in low.taken]
         name = scope.proto.name or "body"
-        graph = low.builder.graph(low.outputs(), name)
+        graph = low.builder.graph((*low.outputs(), *low.unread()), name)
         return _Body(graph, outside, sum(o.flops for o in graph.ops))
 
     def _adopted(self, name: str, low: _Lowering, owner: str) -> str:

@@ -219,7 +219,9 @@ class _Inference:
         for text, sizes in said.items():
             shaped = whole.node.add(name=f"{text.replace(':', '/')}/shaped", op="EnsureShape", input=[text])
             taken = self.nodes[name_of(text)]
-            shaped.attr["T"].CopyFrom(taken.attr["element_dtype" if "element_dtype" in taken.attr else "shape_type"])
+            shaped.attr["T"].CopyFrom(
+                taken.attr["element_dtype" if "element_dtype" in taken.attr else "shape_type"]
+            )
             shaped.attr["shape"].shape.CopyFrom(tf.TensorShape(sizes).as_proto())
         return whole
 
