@@ -23,7 +23,7 @@ import onnxruntime
 from tightship.errors import BadInput, Unsupported
 from tightship.files import scratch_folder
 from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, has_sparse, read, tensors
-from tightship.frontends.onnx.lower import Program, lower
+from tightship.frontends.onnx.lower import HALF, Program, lower
 from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION
 
 __all__ = [
@@ -162,7 +162,7 @@ def optimized(program: Program, folder: Path, sizes: Any = None, level: str = "a
         f"planned after onnxruntime {onnxruntime.__version__}'s optimization ({level}): {portable(found)[1]}",
     )
     made = lower(found, sizes, views=bool(meta["views"]), in_place=str(meta["in_place"]))
-    return replace(made, notes=(*made.notes, *notes))
+    return replace(made, notes=(*(n for n in made.notes if n != HALF), *notes))
 
 
 def portable(model: Model) -> tuple[str, str]:

@@ -30,12 +30,18 @@ from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.simulate import baseline, replay
 
-__all__ = ["Program", "lower"]
+__all__ = ["HALF", "Program", "lower"]
 
 _COUNTERS: Final = 3 * 64
 """Bytes of a Loop's number of the turn, and of its conditions."""
 _ANCESTORS: Final = 20_000
 """Nodes of a graph up to which it is known which of them come before which in every order."""
+
+
+HALF: Final = (
+    "float16: what onnxruntime's CPU has no kernel for it computes in float32 between casts, whose bytes are "
+    "known of its optimized graph alone (--write without --optimize none)"
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,9 @@ def lower(
     name = model.path.stem or "model"
     meta = {"source": "onnx", "views": views, "in_place": in_place, "in_place_candidates": low.could}
     graph = low.builder.graph((*low.outputs(), *low.unread()), name, meta)
-    return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes))
+    half = any(v.dtype == "float16" for o in graph.ops for v in map(graph.values.__getitem__, o.outputs))
+    notes = [HALF] if half and in_place == IN_PLACE[0] else []
+    return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes, *notes))
 
 
 @dataclass
