@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from support.graphs import made, node, saved, tensor, value
 from tightship import api
 from tightship.cli import main
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
 from tightship.integrations import onnx_compare
@@ -127,6 +127,46 @@ def test_what_nobody_reads_is_there_to_the_end(tmp_path, level):
     ran = measure(tmp_path / "out.onnx", feeds_of(original), level=level)
     planned = plan.peak - program.graph.static_bytes
     assert ran.peak <= planned
+
+
+@pytest.mark.parametrize("parts", [np.array(3), np.array([3, 1, 4])])
+def test_sequences_that_only_hand_parts_on_are_slices(tmp_path, parts):
+    """As torch's exporter writes ``torch.split`` where it does not optimize; in a branch, too."""
+    indices = [tensor(f"i{k}", np.array(k)) for k in range(3)]
+
+    def split(given, to):
+        nodes = [node("SplitToSequence", [given, "parts"], [f"{to}/s"], axis=-1)]
+        nodes += [node("SequenceAt", [f"{to}/s", f"i{k}"], [f"{to}/{k}"]) for k in (2, 0, 1)]
+        return [*nodes, node("Concat", [f"{to}/{k}" for k in (2, 1, 0)], [to], axis=-1)]
+
+    def branch(name, kind):
+        inner = [*indices, tensor("parts", parts)]
+        nodes = [*split("a", f"{name}/b"), node(kind, [f"{name}/b"], [name])]
+        return helper.make_graph(nodes, name, [], [value(name, None)], inner)
+
+    nodes = [
+        *split("x", "a"),
+        node("ReduceSum", ["a"], ["sum"], keepdims=0),
+        node("Cast", ["sum"], ["p"], to=9),
+    ]
+    nodes.append(node("If", ["p"], ["y"], then_branch=branch("t", "Exp"), else_branch=branch("e", "Neg")))
+    given = [*indices, tensor("parts", parts)]
+    path = saved(tmp_path, made(nodes, [value("x", [4, 8])], [value("y", None)], given, opset=18))
+    program = lower(read(path))
+    assert any("9 tensors" in note for note in program.notes)
+    write_model(program, api.plan_graph(program.graph).plan, tmp_path / "out.onnx")
+    feeds = feeds_of(program)
+    ran, before = measure(tmp_path / "out.onnx", feeds), measure(path, feeds)
+    assert np.array_equal(ran.outputs[0], before.outputs[0])
+
+
+def test_other_sequences_are_refused(tmp_path):
+    nodes = [node("SplitToSequence", ["x"], ["s"]), node("SequenceAt", ["s", "i"], ["a"])]
+    nodes += [node("ConcatFromSequence", ["s"], ["b"], axis=0), node("Add", ["a", "b"], ["y"])]
+    inputs = [value("x", [4, 8]), value("i", [], TensorProto.INT64)]
+    for kept in (nodes, [nodes[0], node("SequenceAt", ["s", "i"], ["y"])]):
+        with pytest.raises(Unsupported, match="a sequence"):
+            lower(read(saved(tmp_path, made(kept, inputs, [value("y", None)]))))
 
 
 def test_sparse_weights_are_planned_as_they_are(tmp_path, capsys):

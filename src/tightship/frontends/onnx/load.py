@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import onnx
 import onnx.inliner
 import onnx.shape_inference
@@ -48,6 +49,9 @@ MOST_NODES: Final = 1_000_000
 """Nodes a model may have once its functions are inlined."""
 OLDEST: Final = 13
 """The oldest opset that is read as it is; older models are converted to it."""
+
+_PARTS: Final = 1024
+"""Elements of constants that say how a tensor is cut into parts, at most."""
 
 _FAULT: Final = "not an ONNX model (a protobuf message of type ModelProto)"
 
@@ -88,6 +92,8 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
         if inlined:
             proto = _inlined(proto, place)
         proto, notes = _converted(proto, place) if convert else (proto, ())
+        if parts := sum(_sliced(g) for g, _ in _graphs(proto) if g is not None):
+            notes += (f"{parts} tensors that are read from sequences of parts are slices",)
     except UnicodeError as error:
         raise BadInput("a name that is not UTF-8", place=place) from error
     except RecursionError as error:
@@ -198,6 +204,84 @@ def _check_text(proto: Any, place: str) -> None:
     wrong = next((n for n in names if not isinstance(n, str)), None)
     if wrong is not None:
         raise BadInput(f"name that is not UTF-8: {wrong!r}", place=place)
+
+
+# --- sequences that are the parts of a tensor ---
+
+
+def _sliced(graph: Any) -> int:
+    """Read parts of a tensor as slices of it where a sequence only hands them on, as exporters write a split that
+    nobody has optimized. Returns how many."""
+    whole = {n.output[0]: n for n in graph.node if n.op_type == "SplitToSequence" and _standard(n)}
+    outside = {o.name for o in graph.output} | {
+        i for n in graph.node for b in bodies(n) for i in _all_names(b)
+    }
+    found: dict[str, list[tuple[int, list[int]]]] = {n: [] for n in whole if n not in outside}
+    known = _whole_numbers(graph) if whole else {}
+    for k, node in enumerate(graph.node):
+        for name in {n for n in node.input if n in found}:
+            part = _part(whole[name], node, known) if node.op_type == "SequenceAt" else None
+            if part is None:
+                del found[name]
+            else:
+                found[name].append((k, part))
+    taken = {i.name for i in graph.initializer} | {i for n in graph.node for i in (*n.input, *n.output)}
+    for name, rows in found.items():
+        axis = next((a.i for a in whole[name].attribute if a.name == "axis"), 0)
+        for k, bounds in rows:
+            node, given = graph.node[k], [whole[name].input[0]]
+            for what, number in zip(("start", "end", "axis"), (*bounds, axis), strict=True):
+                text = f"{node.output[0]}/{what}"
+                while text in taken:
+                    text += "_"
+                taken.add(text)
+                graph.initializer.append(onnx.numpy_helper.from_array(np.array([number], np.int64), text))
+                given.append(text)
+            node.op_type, node.input[:] = "Slice", given
+    for k in [k for k, n in enumerate(graph.node) if n.output and n.output[0] in found][::-1]:
+        del graph.node[k]
+    return sum(map(len, found.values()))
+
+
+def _part(whole: Any, node: Any, known: Mapping[str, list[int]]) -> list[int] | None:
+    """Where the part of a tensor that a node takes out of a sequence begins and ends, if that is known."""
+    where, keep = known.get(node.input[1]), [a.i for a in whole.attribute if a.name == "keepdims"]
+    sizes = (
+        known.get(whole.input[1]) if len(whole.input) > 1 and whole.input[1] else None if keep == [0] else [1]
+    )
+    if not where or where[0] < 0 or not sizes or min(sizes) < 1:
+        return None
+    if len(sizes) == 1:
+        return [where[0] * sizes[0], (where[0] + 1) * sizes[0]]
+    return [sum(sizes[: where[0]]), sum(sizes[: where[0] + 1])] if where[0] < len(sizes) else None
+
+
+def _whole_numbers(graph: Any) -> dict[str, list[int]]:
+    """Constants of a graph that are a few whole numbers."""
+    made = [(t.name, t) for t in graph.initializer]
+    made += [
+        (n.output[0], a.t)
+        for n in graph.node
+        if n.op_type == "Constant"
+        for a in n.attribute
+        if a.HasField("t")
+    ]
+    small = [(n, t) for n, t in made if t.data_type == onnx.TensorProto.INT64 and sum(t.dims) <= _PARTS]
+    inline = [(n, t) for n, t in small if not t.external_data and len(t.dims) <= 1]
+    return {n: onnx.numpy_helper.to_array(t).ravel().tolist() for n, t in inline}
+
+
+def _all_names(graph: Any) -> Iterator[str]:
+    """What the nodes of a graph, and of those inside it, read, and what it hands out."""
+    yield from (o.name for o in graph.output)
+    for node in graph.node:
+        yield from node.input
+        for inner in bodies(node):
+            yield from _all_names(inner)
+
+
+def _standard(node: Any) -> bool:
+    return node.domain in ("", "ai.onnx")
 
 
 def has_sparse(proto: Any) -> bool:
