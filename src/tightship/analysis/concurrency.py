@@ -127,7 +127,13 @@ def reusing(graph: Graph) -> Graph:
     for k, op in enumerate(graph.ops):
         taken: set[int] = set()
         for a, b in op.overwrites:
-            if a in fixed or place[b] != b or a in taken or not precede(touched[a] & ~(1 << k), k, before):
+            if (
+                a in fixed
+                or b in graph.kept
+                or place[b] != b
+                or a in taken
+                or not precede(touched[a] & ~(1 << k), k, before)
+            ):
                 continue
             place[b] = place[a]
             taken.add(a)
