@@ -7,6 +7,7 @@ nodes; a path to weights must lead to a place within the model's folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
@@ -212,7 +213,11 @@ def _check_text(proto: Any, place: str) -> None:
 def _sliced(graph: Any) -> int:
     """Read parts of a tensor as slices of it where a sequence only hands them on, as exporters write a split that
     nobody has optimized. Returns how many."""
-    whole = {n.output[0]: n for n in graph.node if n.op_type == "SplitToSequence" and _standard(n)}
+    whole = {
+        n.output[0]: n
+        for n in graph.node
+        if n.op_type == "SplitToSequence" and _standard(n) and n.input and len(n.output) == 1
+    }
     outside = {o.name for o in graph.output} | {
         i for n in graph.node for b in bodies(n) for i in _all_names(b)
     }
@@ -220,7 +225,7 @@ def _sliced(graph: Any) -> int:
     known = _whole_numbers(graph) if whole else {}
     for k, node in enumerate(graph.node):
         for name in {n for n in node.input if n in found}:
-            part = _part(whole[name], node, known) if node.op_type == "SequenceAt" else None
+            part = _part(whole[name], node, known)
             if part is None:
                 del found[name]
             else:
@@ -245,6 +250,8 @@ def _sliced(graph: Any) -> int:
 
 def _part(whole: Any, node: Any, known: Mapping[str, list[int]]) -> list[int] | None:
     """Where the part of a tensor that a node takes out of a sequence begins and ends, if that is known."""
+    if node.op_type != "SequenceAt" or len(node.input) != 2 or len(node.output) != 1:
+        return None
     where, keep = known.get(node.input[1]), [a.i for a in whole.attribute if a.name == "keepdims"]
     sizes = (
         known.get(whole.input[1]) if len(whole.input) > 1 and whole.input[1] else None if keep == [0] else [1]
@@ -252,8 +259,10 @@ def _part(whole: Any, node: Any, known: Mapping[str, list[int]]) -> list[int] | 
     if not where or where[0] < 0 or not sizes or min(sizes) < 1:
         return None
     if len(sizes) == 1:
-        return [where[0] * sizes[0], (where[0] + 1) * sizes[0]]
-    return [sum(sizes[: where[0]]), sum(sizes[: where[0] + 1])] if where[0] < len(sizes) else None
+        bounds = [where[0] * sizes[0], (where[0] + 1) * sizes[0]]
+    else:
+        bounds = [sum(sizes[: where[0]]), sum(sizes[: where[0] + 1])]
+    return bounds if bounds[0] < bounds[1] < 1 << 62 else None
 
 
 def _whole_numbers(graph: Any) -> dict[str, list[int]]:
@@ -262,13 +271,18 @@ def _whole_numbers(graph: Any) -> dict[str, list[int]]:
     made += [
         (n.output[0], a.t)
         for n in graph.node
-        if n.op_type == "Constant"
+        if n.op_type == "Constant" and n.output
         for a in n.attribute
         if a.HasField("t")
     ]
     small = [(n, t) for n, t in made if t.data_type == onnx.TensorProto.INT64 and sum(t.dims) <= _PARTS]
-    inline = [(n, t) for n, t in small if not t.external_data and len(t.dims) <= 1]
-    return {n: onnx.numpy_helper.to_array(t).ravel().tolist() for n, t in inline}
+    found = {}
+    for name, t in small:
+        if not t.external_data and len(t.dims) <= 1:
+            # What is wrong with it is said where it is needed.
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):
+                found[name] = onnx.numpy_helper.to_array(t).ravel().tolist()
+    return found
 
 
 def _all_names(graph: Any) -> Iterator[str]:
