@@ -160,6 +160,28 @@ def test_sequences_that_only_hand_parts_on_are_slices(tmp_path, parts):
     assert np.array_equal(ran.outputs[0], before.outputs[0])
 
 
+def test_nodes_before_what_they_read_are_put_in_order(tmp_path):
+    """As converters to float16 leave them, which onnxruntime runs: in the model and in a loop's turn."""
+    turn = [node("Mul", ["c", "late"], ["d"]), node("Tanh", ["c"], ["late"]), node("Identity", ["t"], ["on"])]
+    states = [value("t", [], TensorProto.BOOL), value("c", [4, 8])]
+    body = helper.make_graph(
+        turn, "turn", [value("i", [], TensorProto.INT64), *states],
+        [value("on", [], TensorProto.BOOL), value("d", [4, 8])],
+    )  # fmt: skip
+    nodes = [node("Loop", ["n", "true", "cast"], ["z"], body=body), node("Cast", ["z"], ["y"], to=10)]
+    nodes.append(node("Cast", ["x"], ["cast"], to=1))
+    given = [tensor("n", 3), tensor("true", True)]
+    x, y = value("x", [4, 8], TensorProto.FLOAT16), value("y", [4, 8], TensorProto.FLOAT16)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(made(nodes, [x], [y], given, opset=18).SerializeToString())
+    program = lower(read(path))
+    assert any("in order" in note for note in program.notes)
+    write_model(program, api.plan_graph(program.graph).plan, tmp_path / "out.onnx")
+    feeds = feeds_of(program)
+    ran, before = measure(tmp_path / "out.onnx", feeds), measure(path, feeds)
+    assert np.array_equal(ran.outputs[0], before.outputs[0])
+
+
 def test_other_sequences_are_refused(tmp_path):
     nodes = [node("SplitToSequence", ["x"], ["s"]), node("SequenceAt", ["s", "i"], ["a"])]
     nodes += [node("ConcatFromSequence", ["s"], ["b"], axis=0), node("Add", ["a", "b"], ["y"])]

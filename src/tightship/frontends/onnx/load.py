@@ -8,6 +8,7 @@ nodes; a path to weights must lead to a place within the model's folder.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
@@ -89,10 +90,14 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
         _check_text(proto, place)
         for tensor in tensors(proto):
             check_external(tensor, Path(place).parent, place)
+        notes: tuple[str, ...] = ()
+        if any([_sorted(g) for g, _ in [*_graphs(proto)][::-1] if g is not None]):  # inner ones first
+            notes = ("nodes that stood before what they read are in order",)
         inlined = len(proto.functions)
         if inlined:
             proto = _inlined(proto, place)
-        proto, notes = _converted(proto, place) if convert else (proto, ())
+        proto, said = _converted(proto, place) if convert else (proto, ())
+        notes += said
         if parts := sum(_sliced(g) for g, _ in _graphs(proto) if g is not None):
             notes += (f"{parts} tensors that are read from sequences of parts are slices",)
     except UnicodeError as error:
@@ -207,6 +212,43 @@ def _check_text(proto: Any, place: str) -> None:
         raise BadInput(f"name that is not UTF-8: {wrong!r}", place=place)
 
 
+# --- nodes in order ---
+
+
+def _sorted(graph: Any) -> bool:
+    """Put nodes after what they read, as onnx wants it and onnxruntime does for itself (converters to float16 append
+    their casts). Whether anything moved; a cycle is left to whoever reads the graph next."""
+    maker = {o: k for k, n in enumerate(graph.node) for o in n.output if o}
+    read = [{maker[i] for i in _read_by(n) if i in maker} for n in graph.node]
+    if all(max(row, default=-1) < k for k, row in enumerate(read)):
+        return False
+    readers: list[list[int]] = [[] for _ in read]
+    for k, row in enumerate(read):
+        for m in row:
+            readers[m].append(k)
+    missing = [len(row) for row in read]
+    ready, order = [k for k, many in enumerate(missing) if not many], []
+    while ready:  # a heap: of those that are ready the first in the file
+        order.append(k := heapq.heappop(ready))
+        for r in readers[k]:
+            missing[r] -= 1
+            if not missing[r]:
+                heapq.heappush(ready, r)
+    if len(order) < len(read):
+        return False
+    nodes = [graph.node[k] for k in order]
+    copied = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del graph.node[:]
+    graph.node.extend(copied)
+    return True
+
+
+def _read_by(node: Any) -> Iterator[str]:
+    yield from node.input
+    for inner in bodies(node):
+        yield from _all_names(inner)
+
+
 # --- sequences that are the parts of a tensor ---
 
 
@@ -218,9 +260,8 @@ def _sliced(graph: Any) -> int:
         for n in graph.node
         if n.op_type == "SplitToSequence" and _standard(n) and n.input and len(n.output) == 1
     }
-    outside = {o.name for o in graph.output} | {
-        i for n in graph.node for b in bodies(n) for i in _all_names(b)
-    }
+    outside = {o.name for o in graph.output}
+    outside |= {i for n in graph.node for b in bodies(n) for i in _all_names(b)}
     found: dict[str, list[tuple[int, list[int]]]] = {n: [] for n in whole if n not in outside}
     known = _whole_numbers(graph) if whole else {}
     for k, node in enumerate(graph.node):
@@ -289,9 +330,7 @@ def _all_names(graph: Any) -> Iterator[str]:
     """What the nodes of a graph, and of those inside it, read, and what it hands out."""
     yield from (o.name for o in graph.output)
     for node in graph.node:
-        yield from node.input
-        for inner in bodies(node):
-            yield from _all_names(inner)
+        yield from _read_by(node)
 
 
 def _standard(node: Any) -> bool:
