@@ -161,8 +161,8 @@ def test_sequences_that_only_hand_parts_on_are_slices(tmp_path, parts):
 
 
 def test_nodes_before_what_they_read_are_put_in_order(tmp_path):
-    """As converters to float16 leave them, which onnxruntime runs: in the model and in a loop's turn."""
-    turn = [node("Mul", ["c", "late"], ["d"]), node("Tanh", ["c"], ["late"]), node("Identity", ["t"], ["on"])]
+    """As converters to float16 leave them, which onnxruntime runs."""
+    turn = [node("Tanh", ["c"], ["e"]), node("Mul", ["c", "e"], ["d"]), node("Identity", ["t"], ["on"])]
     states = [value("t", [], TensorProto.BOOL), value("c", [4, 8])]
     body = helper.make_graph(
         turn, "turn", [value("i", [], TensorProto.INT64), *states],
