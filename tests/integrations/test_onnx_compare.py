@@ -182,6 +182,28 @@ def test_nodes_before_what_they_read_are_put_in_order(tmp_path):
     assert np.array_equal(ran.outputs[0], before.outputs[0])
 
 
+def test_float16_is_planned_as_it_runs(tmp_path):
+    """The runtime puts casts in after its other passes: what it makes of a model it makes other again."""
+    half = [tensor(n, weights(16, 16, 3, 3).astype(np.float16)) for n in "uvw"]
+    nodes, last = [], "x"
+    for k, name in enumerate("uvw"):
+        nodes += [
+            node("Conv", [last, name], [f"c{k}"], pads=[1, 1, 1, 1]),
+            node("Relu", [f"c{k}"], [f"r{k}"]),
+        ]
+        last = f"r{k}"
+    nodes += [node("Concat", ["r0", "r1", last], ["a"], axis=1), node("GlobalAveragePool", ["a"], ["y"])]
+    x, y = value("x", [1, 16, 32, 32], TensorProto.FLOAT16), value("y", None, TensorProto.FLOAT16)
+    original = lower(read(saved(tmp_path, made(nodes, [x], [y], half, opset=17))))
+    assert any("float16" in note for note in original.notes)
+    (tmp_path / "work").mkdir()
+    program = optimized(original, tmp_path / "work")
+    plan = api.plan_graph(program.graph).plan
+    write_model(program, plan, tmp_path / "out.onnx", PLANNED)
+    ran = measure(tmp_path / "out.onnx", feeds_of(original), level="all")
+    assert plan.peak - program.graph.static_bytes - 64 <= ran.peak <= plan.peak - program.graph.static_bytes
+
+
 def test_other_sequences_are_refused(tmp_path):
     nodes = [node("SplitToSequence", ["x"], ["s"]), node("SequenceAt", ["s", "i"], ["a"])]
     nodes += [node("ConcatFromSequence", ["s"], ["b"], axis=0), node("Add", ["a", "b"], ["y"])]
