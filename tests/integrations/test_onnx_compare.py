@@ -183,7 +183,7 @@ def test_nodes_before_what_they_read_are_put_in_order(tmp_path):
 
 
 def test_float16_is_planned_as_it_runs(tmp_path):
-    """The runtime puts casts in after its other passes: what it makes of a model it makes other again."""
+    """The casts that the runtime puts in are planned, too."""
     half = [tensor(n, weights(16, 16, 3, 3).astype(np.float16)) for n in "uvw"]
     nodes, last = [], "x"
     for k, name in enumerate("uvw"):
