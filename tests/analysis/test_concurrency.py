@@ -18,14 +18,18 @@ from tightship.analysis.concurrency import (
     interference,
     members,
     precede,
+    reusing,
     touching,
     waves,
 )
-from tightship.analysis.order import predecessors
+from tightship.analysis.moments import peak_of
+from tightship.analysis.order import is_legal, predecessors
 from tightship.errors import BadInput
 from tightship.graph import Graph
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import in_any_order, in_order, in_steps
 from tightship.planners.packing import Search, pack
+from tightship.simulate import replay
 from tightship.verify.placement import check_solution
 
 
@@ -134,3 +138,15 @@ def test_arenas_of_the_three_orders_of_real_models(name: str) -> None:
     assert arenas[0].lower_bound <= arenas[2].arena < total
     assert arenas[1].arena < total
     assert all(a.lower_bound <= a.arena for a in arenas)
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs(14, overwrites=0.9), st.integers(0, 999))
+def test_what_takes_the_place_of_an_input_in_every_order_takes_no_bytes(graph: Graph, seed: int) -> None:
+    """Orders of the graph with such results are orders of the graph, and plans in them need no more bytes."""
+    reused = reusing(graph)
+    order = random_order(reused, seed)
+    assert is_legal(graph, order)
+    problem = EvictionProblem(graph, order)
+    steps = problem.lower(problem.cost(problem.nothing(), 1 << 60), 1 << 60)
+    assert replay(graph, steps).peak <= peak_of(reused, order) <= peak_of(graph, order)

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from support.graphs import made, node, saved, tensor, value
 from tightship import api
 from tightship.cli import main
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
 from tightship.integrations import onnx_compare
@@ -94,6 +94,135 @@ def test_results_are_written_over_inputs_of_sizes_that_the_runtime_cannot_infer(
     assert np.array_equal(ran.outputs[0], before.outputs[0])
     other = random_feeds(path, {"one": (1, 1), "y": (3, 8)})
     assert np.array_equal(measure(out, other).outputs[0], measure(path, other).outputs[0])
+
+
+@pytest.mark.parametrize("level", ["disabled", "all"])
+def test_what_nobody_reads_is_there_to_the_end(tmp_path, level):
+    """A Split's second part, and an LSTM's last states, as exporters leave them; also in a loop's turn."""
+    sizes = {"w": (2, 96, 16), "r": (2, 96, 24)}
+    given = [tensor(n, weights(*s)) for n, s in sizes.items()] + [tensor("n", 3), tensor("true", True)]
+    split = {"axis": 1, "num_outputs": 2}
+    turn = [node("Split", ["c"], ["d", "left"], **split), node("Concat", ["d", "d"], ["e"], axis=1)]
+    turn += [node("Identity", ["again"], ["on"]), node("Tanh", ["e"], ["f"])]
+    states = [value("again", [], TensorProto.BOOL), value("c", [11, 96])]
+    body = helper.make_graph(
+        turn, "turn", [value("i", [], TensorProto.INT64), *states],
+        [value("on", [], TensorProto.BOOL), value("f", [11, 96])],
+    )  # fmt: skip
+    nodes = [
+        node("LSTM", ["x", "w", "r"], ["y", "h", "s"], hidden_size=24, direction="bidirectional"),
+        node("Reshape", ["y", "shape"], ["a"]),
+        node("Split", ["a"], ["b", "unread"], **split),
+        node("Concat", ["b", "b"], ["c0"], axis=1),
+        node("Loop", ["n", "true", "c0"], ["z"], body=body),
+        node("Relu", ["z"], ["out"]),
+    ]
+    given.append(tensor("shape", np.array([11, 96])))
+    model = made(nodes, [value("x", [11, 2, 16])], [value("out", None)], given, opset=18)
+    original = lower(read(saved(tmp_path, model)))
+    (tmp_path / "work").mkdir()
+    program = original if level == "disabled" else optimized(original, tmp_path / "work", None, level)
+    plan = api.plan_graph(program.graph).plan
+    write_model(program, plan, tmp_path / "out.onnx")
+    ran = measure(tmp_path / "out.onnx", feeds_of(original), level=level)
+    planned = plan.peak - program.graph.static_bytes
+    assert ran.peak <= planned
+
+
+@pytest.mark.parametrize("parts", [np.array(3), np.array([3, 1, 4])])
+def test_sequences_that_only_hand_parts_on_are_slices(tmp_path, parts):
+    """As torch's exporter writes ``torch.split`` where it does not optimize; in a branch, too."""
+    indices = [tensor(f"i{k}", np.array(k)) for k in range(3)]
+
+    def split(given, to):
+        nodes = [node("SplitToSequence", [given, "parts"], [f"{to}/s"], axis=-1)]
+        nodes += [node("SequenceAt", [f"{to}/s", f"i{k}"], [f"{to}/{k}"]) for k in (2, 0, 1)]
+        return [*nodes, node("Concat", [f"{to}/{k}" for k in (2, 1, 0)], [to], axis=-1)]
+
+    def branch(name, kind):
+        inner = [*indices, tensor("parts", parts)]
+        nodes = [*split("a", f"{name}/b"), node(kind, [f"{name}/b"], [name])]
+        return helper.make_graph(nodes, name, [], [value(name, None)], inner)
+
+    nodes = [
+        *split("x", "a"),
+        node("ReduceSum", ["a"], ["sum"], keepdims=0),
+        node("Cast", ["sum"], ["p"], to=9),
+    ]
+    nodes.append(node("If", ["p"], ["y"], then_branch=branch("t", "Exp"), else_branch=branch("e", "Neg")))
+    given = [*indices, tensor("parts", parts)]
+    path = saved(tmp_path, made(nodes, [value("x", [4, 8])], [value("y", None)], given, opset=18))
+    program = lower(read(path))
+    assert any("9 tensors" in note for note in program.notes)
+    write_model(program, api.plan_graph(program.graph).plan, tmp_path / "out.onnx")
+    feeds = feeds_of(program)
+    ran, before = measure(tmp_path / "out.onnx", feeds), measure(path, feeds)
+    assert np.array_equal(ran.outputs[0], before.outputs[0])
+
+
+def test_nodes_before_what_they_read_are_put_in_order(tmp_path):
+    """As converters to float16 leave them, which onnxruntime runs."""
+    turn = [node("Tanh", ["c"], ["e"]), node("Mul", ["c", "e"], ["d"]), node("Identity", ["t"], ["on"])]
+    states = [value("t", [], TensorProto.BOOL), value("c", [4, 8])]
+    body = helper.make_graph(
+        turn, "turn", [value("i", [], TensorProto.INT64), *states],
+        [value("on", [], TensorProto.BOOL), value("d", [4, 8])],
+    )  # fmt: skip
+    nodes = [node("Loop", ["n", "true", "cast"], ["z"], body=body), node("Cast", ["z"], ["y"], to=10)]
+    nodes.append(node("Cast", ["x"], ["cast"], to=1))
+    given = [tensor("n", 3), tensor("true", True)]
+    x, y = value("x", [4, 8], TensorProto.FLOAT16), value("y", [4, 8], TensorProto.FLOAT16)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(made(nodes, [x], [y], given, opset=18).SerializeToString())
+    program = lower(read(path))
+    assert any("in order" in note for note in program.notes)
+    write_model(program, api.plan_graph(program.graph).plan, tmp_path / "out.onnx")
+    feeds = feeds_of(program)
+    ran, before = measure(tmp_path / "out.onnx", feeds), measure(path, feeds)
+    assert np.array_equal(ran.outputs[0], before.outputs[0])
+
+
+def test_float16_is_planned_as_it_runs(tmp_path):
+    """The casts that the runtime puts in are planned, too."""
+    half = [tensor(n, weights(16, 16, 3, 3).astype(np.float16)) for n in "uvw"]
+    nodes, last = [], "x"
+    for k, name in enumerate("uvw"):
+        nodes += [
+            node("Conv", [last, name], [f"c{k}"], pads=[1, 1, 1, 1]),
+            node("Relu", [f"c{k}"], [f"r{k}"]),
+        ]
+        last = f"r{k}"
+    nodes += [node("Concat", ["r0", "r1", last], ["a"], axis=1), node("GlobalAveragePool", ["a"], ["y"])]
+    x, y = value("x", [1, 16, 32, 32], TensorProto.FLOAT16), value("y", None, TensorProto.FLOAT16)
+    original = lower(read(saved(tmp_path, made(nodes, [x], [y], half, opset=17))))
+    assert any("float16" in note for note in original.notes)
+    (tmp_path / "work").mkdir()
+    program = optimized(original, tmp_path / "work")
+    plan = api.plan_graph(program.graph).plan
+    write_model(program, plan, tmp_path / "out.onnx", PLANNED)
+    ran = measure(tmp_path / "out.onnx", feeds_of(original), level="all")
+    assert plan.peak - program.graph.static_bytes - 64 <= ran.peak <= plan.peak - program.graph.static_bytes
+
+
+def test_other_sequences_are_refused(tmp_path):
+    nodes = [node("SplitToSequence", ["x"], ["s"]), node("SequenceAt", ["s", "i"], ["a"])]
+    nodes += [node("ConcatFromSequence", ["s"], ["b"], axis=0), node("Add", ["a", "b"], ["y"])]
+    inputs = [value("x", [4, 8]), value("i", [], TensorProto.INT64)]
+    for kept in (nodes, [nodes[0], node("SequenceAt", ["s", "i"], ["y"])]):
+        with pytest.raises(Unsupported, match="a sequence"):
+            lower(read(saved(tmp_path, made(kept, inputs, [value("y", None)]))))
+
+
+def test_sparse_weights_are_planned_as_they_are(tmp_path, capsys):
+    """The runtime's optimizer writes them as onnx's checker does not allow."""
+    model = made([node("MatMul", ["x", "w"], ["y"])], [value("x", [4, 8])], [value("y", [4, 8])])
+    values = helper.make_tensor("w", TensorProto.FLOAT, [3], [1.0, 2.0, 3.0])
+    places = helper.make_tensor("places", TensorProto.INT64, [3], [1, 10, 40])
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [8, 8]))
+    status, rows = plan_of(capsys, saved(tmp_path, model), "--write", tmp_path / "out.onnx")
+    assert status == 0 and rows["runtime"]["failure"] is None
+    assert any("sparse weights" in note for note in rows["notes"])
+    assert rows["runtime"]["tried"]["planned"]["difference"] == 0
 
 
 @pytest.mark.parametrize("level", ["basic", "extended", "all"])

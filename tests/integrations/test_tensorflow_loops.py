@@ -141,6 +141,27 @@ def test_a_session_runs_the_planned_graph_to_the_same_bits_in_no_more_bytes(
         assert fewer <= most + SCALARS
 
 
+def shared(x: Any, p: Any) -> Any:
+    """Equal nodes, nodes of constants alone, and kernels that write over either input, or over none."""
+    w = tf.constant(np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64))
+    scale = tf.math.rsqrt(tf.reduce_sum(w * w, 0) + 0.1)
+    h = x @ w
+    y = (tf.nn.relu(h) * scale + 1.0) @ w
+    z = tf.nn.relu(h) - tf.where(p, tf.exp(y), y)
+    parts = [tf.nn.softmax(z), 2.0 * tf.tile(h, (1, 1)), tf.transpose(tf.sigmoid(h))]
+    return tf.add_n(parts) @ (w[:, :] + 0.0)
+
+
+def test_planned_bytes_are_those_of_tensorflows_allocator(tmp_path: Path) -> None:
+    proto = graph(shared)
+    source = read(tmp_path, proto)
+    made = api.plan(source.graph).plan
+    planned = planned_graph(source, made)
+    (before, _), (after, measured) = run(proto), run(planned)
+    assert np.array_equal(before, after)
+    assert measured == made.peak - made.static < made.peak_before - made.static
+
+
 def test_loops_that_run_all_there_is_take_fewer_bytes_in_tensorflows_allocator(tmp_path: Path) -> None:
     proto = graph(nested, frames=True)
     source = read(tmp_path, proto)
@@ -195,6 +216,46 @@ def test_a_loop_that_is_trained_through(tmp_path: Path) -> None:
     assert held.count(4 * 64 * 64 * 4) >= 1  # what four turns leave for the gradients
     planned = planned_graph(source, api.plan(source.graph).plan)
     assert np.array_equal(run(proto)[0], run(planned)[0])
+
+
+def frozen(build: Callable[[Any], Any], *, frames: bool = False) -> Any:
+    """The GraphDef of the gradient of what ``build`` makes of a matrix ``x``, as freezing leaves it."""
+
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(build(x) ** 2)
+        return tf.identity(tape.gradient(loss, x), name="out")
+
+    made = tf.function(gradient).get_concrete_function(tf.TensorSpec((64, 64), tf.float32, "x"))
+    made = convert_variables_to_constants_v2(made, lower_control_flow=frames)
+    return made.graph.as_graph_def(add_shapes=True)
+
+
+def turned(x: Any, most: int | None) -> Any:
+    return tf.while_loop(
+        lambda k, v: k < 4, lambda k, v: (k + 1, tf.tanh(v @ v)), (0, x), maximum_iterations=most
+    )[1]
+
+
+@pytest.mark.parametrize("frames", [False, True])
+def test_gradients_of_frozen_loops_and_branches(frames: bool, tmp_path: Path) -> None:
+    """Lists hand on the shapes of their elements, and optionals what they hold."""
+    for build in (
+        lambda x: turned(x, 4),
+        lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: tf.tanh(x @ x), lambda: tf.exp(x)),
+        *([] if frames else [lambda x: tf.scan(lambda a, v: tf.tanh(a * v), x)]),
+    ):
+        proto = frozen(build, frames=frames)
+        source = read(tmp_path, proto)
+        planned = planned_graph(source, api.plan(source.graph).plan)
+        assert np.array_equal(run(proto)[0], run(planned)[0])
+
+
+@pytest.mark.parametrize("frames", [False, True])
+def test_a_list_of_unknown_length_is_refused_with_what_helps(frames: bool, tmp_path: Path) -> None:
+    with pytest.raises(UnknownSize, match="maximum_iterations"):
+        read(tmp_path, frozen(lambda x: turned(x, None), frames=frames))
 
 
 def test_arrays_of_v1_in_frames(tmp_path: Path) -> None:

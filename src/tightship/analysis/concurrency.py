@@ -8,6 +8,7 @@ sequence (``in_sequence``). Sets of ops and of storages are bit sets. Facts only
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tightship.analysis.order import predecessors
 from tightship.errors import BadInput
@@ -20,6 +21,7 @@ __all__ = [
     "interference",
     "members",
     "precede",
+    "reusing",
     "touching",
     "waves",
 ]
@@ -110,6 +112,36 @@ def interference(graph: Graph, waits: Waits, scratch: Sequence[int] = ()) -> tup
         for t in members(dead):
             rows[t] &= ~(1 << s)
     return tuple(rows)
+
+
+def reusing(graph: Graph) -> Graph:
+    """The graph in which a result lies where an input lies that its op may overwrite and that, in every execution,
+    nothing else needs any more: orders of its ops are orders of the graph's, with the bytes that they then take.
+    The graph itself where there is no such result."""
+    if not any(op.overwrites for op in graph.ops):
+        return graph
+    before, touched = ancestors(predecessors(graph)), touching(graph)
+    fixed = graph.static | graph.kept
+    place = list(range(len(graph.storages)))
+    ops = []
+    for k, op in enumerate(graph.ops):
+        taken: set[int] = set()
+        for a, b in op.overwrites:
+            if (
+                a in fixed
+                or b in graph.kept
+                or place[b] != b
+                or a in taken
+                or not precede(touched[a] & ~(1 << k), k, before)
+            ):
+                continue
+            place[b] = place[a]
+            taken.add(a)
+        written = dict.fromkeys([*(place[s] for s in op.mutates), *(place[a] for a in taken)])
+        updates = tuple(place[s] for s in op.updates)
+        ops.append(replace(op, mutates=tuple(written), updates=updates, overwrites=()))
+    values = tuple(replace(v, storage=place[v.storage]) for v in graph.values)
+    return replace(graph, ops=tuple(ops), values=values)
 
 
 def waves(waits: Waits, width: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.assign.order import reordered
 from tightship.hlo.remat import search
 from tightship.hlo.remat.as_plan import as_plan, graph_before
-from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.cost import ACCELERATOR, work_of
 from tightship.hlo.remat.instructions import ways
 from tightship.hlo.remat.lower import bounds
 from tightship.hlo.remat.peak import (
@@ -64,6 +64,11 @@ __all__ = [
 
 _ORDER = "assign --order --write FILE"
 """What schedules a module that is not."""
+_LINK = (
+    f"assumed for offloading: a link of {ACCELERATOR.offload / 1e9:g} GB/s to the host and "
+    f"{ACCELERATOR.fetch / 1e9:g} GB/s back, and modeled times of instructions; a module does not say what its "
+    "device does, so that XLA may offload other arrays"
+)
 _TOP = 8
 """Arrays that are named where the limit is missed."""
 
@@ -204,7 +209,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     module, result = slices.module, slices.result
     least = bounds(module, ways(options.allow), lossy=lossy)
     graph, plan = plan_with_results(module, *as_plan(module, result, info.name, least))
-    notes = (*slices.notes, *advised)
+    notes = (*slices.notes, *advised, *([_LINK] if "offload" in ways(options.allow) else []))
     plan = replace(
         plan, seconds=seconds, source=chosen.source, command=chosen.command, notes=(*plan.notes, *notes)
     )

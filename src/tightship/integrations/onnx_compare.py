@@ -140,7 +140,7 @@ class Answer:
             faults = [w for w, wrong in (("slower", best.slower), ("larger", best.larger)) if wrong]
             yield f"the file meets the budget, and is {' and '.join(faults)} than the default session"
         else:
-            yield "never slower and never more memory than the default session: checked"
+            yield "never slower than the default session, and never more memory by nodes or in its arena: checked"
 
 
 def _use(use: Use) -> str:

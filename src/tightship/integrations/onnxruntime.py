@@ -20,10 +20,10 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime
 
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.files import scratch_folder
-from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, read, tensors
-from tightship.frontends.onnx.lower import Program, lower
+from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, has_sparse, read, tensors
+from tightship.frontends.onnx.lower import HALF, Program, lower
 from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION
 
 __all__ = [
@@ -129,6 +129,8 @@ def started(
 
 # --- the graph that the runtime makes of a model ---
 
+_PASSES: Final = 4
+"""Times that float16 models are optimized at most, until nothing changes: casts are put in last, and then join."""
 _INLINE: Final = 1 << 30
 """Bytes of a model's weights up to which those of the optimized one are written into its file."""
 
@@ -137,10 +139,37 @@ def optimized(program: Program, folder: Path, sizes: Any = None, level: str = "a
     """What onnxruntime's optimizer makes of a model, written into ``folder`` and read for the same ``sizes``. Nodes
     that are the same for every run are computed once, others fused or laid out anew.
 
-    Raises ``BadInput`` where the runtime does not load the model, and what `lower` raises.
+    Raises ``BadInput`` where the runtime does not load the model, ``Unsupported`` for sparse weights, and as `lower`.
     """
     model = program.model
-    path = folder / (model.path.stem + ".onnx")
+    source, found = model.path, None
+    for again in range(_PASSES if HALF in program.notes else 1):
+        path = folder / f"{model.path.stem}{'_again' * again}.onnx"
+        before = found
+        found = _optimized(source, path, level, program)
+        if before is not None and _kinds(before) == _kinds(found):
+            break
+        source = path
+    assert found is not None
+    if has_sparse(found.proto):
+        fault = "onnxruntime writes its sparse weights as onnx does not allow"
+        raise Unsupported(str(model.path), fault, "plan with --optimize none")
+    fixed_weights(found.proto, {i.name for i in model.proto.graph.input})
+    meta = program.graph.meta
+    notes = (
+        f"planned after onnxruntime {onnxruntime.__version__}'s optimization ({level}): {portable(found)[1]}",
+    )
+    made = lower(found, sizes, views=bool(meta["views"]), in_place=str(meta["in_place"]))
+    return replace(made, notes=(*(n for n in made.notes if n != HALF), *notes))
+
+
+def _kinds(model: Model) -> list[str]:
+    return sorted(n.op_type for n in model.proto.graph.node)
+
+
+def _optimized(source: Path, path: Path, level: str, program: Program) -> Model:
+    """What a session makes of the model at ``source``, in a file at ``path``."""
+    model = program.model
     options = session_options(keep_order=False, level=level, reuse=True)
     options.log_severity_level = 4
     options.optimized_model_filepath = os.fspath(path)
@@ -151,15 +180,8 @@ def optimized(program: Program, folder: Path, sizes: Any = None, level: str = "a
         options.add_session_config_entry(
             "session.optimized_model_external_initializers_min_size_in_bytes", "1024"
         )
-    started(model.path, options, merge=True)
-    found = read(path, convert=False)
-    fixed_weights(found.proto, {i.name for i in model.proto.graph.input})
-    meta = program.graph.meta
-    notes = (
-        f"planned after onnxruntime {onnxruntime.__version__}'s optimization ({level}): {portable(found)[1]}",
-    )
-    made = lower(found, sizes, views=bool(meta["views"]), in_place=str(meta["in_place"]))
-    return replace(made, notes=(*made.notes, *notes))
+    started(source, options, merge=True)
+    return read(path, convert=False)
 
 
 def portable(model: Model) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.files import write_file
 from tightship.frontends.tensorflow.functions import acyclic, alive_when, frames_of
 from tightship.frontends.tensorflow.lower import Loop, Program, Turn, lower
-from tightship.frontends.tensorflow.nodes import SWITCHES, Node, Web, forwarded, name_of
+from tightship.frontends.tensorflow.nodes import CONTROL, Node, Web, forwarded, name_of
 from tightship.plan import Plan, Step
 
 __all__ = ["COPIES", "accumulated", "planned_graph", "write_graph"]
@@ -72,11 +72,6 @@ def _described(proto: Any, node: Node, kind: int, shape: tuple[int, ...], variab
         proto.attr["use_locking"].b = node.kind == "AssignAdd"
     if node.kind == "Assign":
         proto.attr["validate_shape"].b = False
-
-
-_CONTROL: Final = SWITCHES | frozenset(
-    "Enter RefEnter Exit RefExit NextIteration RefNextIteration Merge RefMerge LoopCond".split()
-)
 
 
 def _loops(turn: Turn) -> list[Loop]:
@@ -236,7 +231,7 @@ class _Writer:
         for name in turn.order:
             inner: Loop | None = turn.loops.get(name)
             heads = inner.enters if inner else (name,)
-            if not inner and self.nodes[name].op in _CONTROL:
+            if not inner and self.nodes[name].op in CONTROL:
                 continue
             for head in heads:
                 before = next((n for n, when in reversed(ran) if when <= self.alive[head]), None)
@@ -257,7 +252,7 @@ class _Writer:
                     turns += [inner, *(loop.turn for loop in _loops(inner))]
         for function in self.proto.library.function:
             nodes = {n.name: n for n in function.node_def}
-            if function.signature.name not in found or any(n.op in _CONTROL for n in nodes.values()):
+            if function.signature.name not in found or any(n.op in CONTROL for n in nodes.values()):
                 continue
             order = [n for n in found[function.signature.name].order if n in nodes]
             for one, two in itertools.pairwise(order):

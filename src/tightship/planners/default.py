@@ -19,6 +19,7 @@ from itertools import islice, pairwise
 from typing import Any, TypedDict
 
 from tightship.analysis.bounds import Ways, lower_bound, relaxation
+from tightship.analysis.concurrency import reusing
 from tightship.analysis.linked_moments import linked_bound
 from tightship.analysis.moment_chain import chain_bound
 from tightship.analysis.moments import peak_of
@@ -913,10 +914,14 @@ def problem_of(graph: Graph, order: tuple[int, ...], o: Options) -> EvictionProb
 def order_of(
     graph: Graph, o: Options, peak: int, deadline: Deadline = NEVER, enough: int | None = None
 ) -> tuple[int, ...]:
-    """The planned order, unless it needs more memory than the graph's own; ``enough`` as for `run.order`."""
+    """The planned order, unless it needs more memory than the graph's own; ``enough`` as for `run.order`. Where
+    nothing is trained, what takes the places of inputs in every order is known to it."""
     given = tuple(range(len(graph.ops)))
     if o.order == "given":
         return given
+    if o.reuse and o.place and all(op.phase == "forward" for op in graph.ops):
+        whole, graph = graph, reusing(graph)
+        peak = peak if whole is graph else peak_of(graph, given)
     order = run.order(o.order, graph, deadline, enough)
     return given if order != given and peak_of(graph, order) > peak else order
 

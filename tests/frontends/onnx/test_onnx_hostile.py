@@ -155,7 +155,11 @@ def test_a_tensor_has_the_bytes_its_shape_says(tmp_path):
         (lambda m: m.graph.output[0].__setattr__("name", "nothing"), "no node computes the output"),
         (lambda m: m.graph.node[0].__setattr__("op_type", "Nonsense"), "not in opset 21"),
         (lambda m: m.graph.node[0].__setattr__("domain", "com.nobody"), "unknown domain"),
-        (lambda m: m.graph.node.insert(0, m.graph.node[4]), "unknown value"),
+        (lambda m: m.graph.node.insert(0, m.graph.node[4]), "duplicate value"),
+        (
+            lambda m: m.graph.node[0].input.__setitem__(1, m.graph.node[4].output[0]),
+            "unknown value",
+        ),  # a cycle
         (lambda m: m.opset_import[0].__setattr__("version", 10_000), "knows opsets up to"),
     ],
 )

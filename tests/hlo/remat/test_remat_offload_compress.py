@@ -228,6 +228,7 @@ def test_the_command_line_says_what_was_done(planner: str, tmp_path: Path, capsy
     rows = json.loads(capsys.readouterr().out)
     assert (rows["offloaded"], rows["compressed"], rows["recomputed"], rows["met"]) == (1, 0, 0, True)
     assert rows["arena"] <= limit + 512
+    assert any("16 GB/s" in note and "assumed" in note for note in rows["notes"])
     assert main(["verify", str(plan)]) == 0
     capsys.readouterr()
     assert main([*given[:-1], "redraw"]) == 2

@@ -7,13 +7,16 @@ nodes; a path to weights must lead to a place within the model's folder.
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import onnx
 import onnx.inliner
 import onnx.shape_inference
@@ -34,6 +37,7 @@ __all__ = [
     "check_external",
     "external",
     "fixed_weights",
+    "has_sparse",
     "read",
     "stamp",
     "tensors",
@@ -47,6 +51,9 @@ MOST_NODES: Final = 1_000_000
 """Nodes a model may have once its functions are inlined."""
 OLDEST: Final = 13
 """The oldest opset that is read as it is; older models are converted to it."""
+
+_PARTS: Final = 1024
+"""Elements of constants that say how a tensor is cut into parts, at most."""
 
 _FAULT: Final = "not an ONNX model (a protobuf message of type ModelProto)"
 
@@ -83,10 +90,16 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
         _check_text(proto, place)
         for tensor in tensors(proto):
             check_external(tensor, Path(place).parent, place)
+        notes: tuple[str, ...] = ()
+        if any([_sorted(g) for g, _ in [*_graphs(proto)][::-1] if g is not None]):  # inner ones first
+            notes = ("nodes that stood before what they read are in order",)
         inlined = len(proto.functions)
         if inlined:
             proto = _inlined(proto, place)
-        proto, notes = _converted(proto, place) if convert else (proto, ())
+        proto, said = _converted(proto, place) if convert else (proto, ())
+        notes += said
+        if parts := sum(_sliced(g) for g, _ in _graphs(proto) if g is not None):
+            notes += (f"{parts} tensors that are read from sequences of parts are slices",)
     except UnicodeError as error:
         raise BadInput("a name that is not UTF-8", place=place) from error
     except RecursionError as error:
@@ -199,6 +212,136 @@ def _check_text(proto: Any, place: str) -> None:
         raise BadInput(f"name that is not UTF-8: {wrong!r}", place=place)
 
 
+# --- nodes in order ---
+
+
+def _sorted(graph: Any) -> bool:
+    """Put nodes after what they read, as onnx wants it and onnxruntime does for itself (converters to float16 append
+    their casts). Whether anything moved; a cycle is left to whoever reads the graph next."""
+    maker = {o: k for k, n in enumerate(graph.node) for o in n.output if o}
+    read = [{maker[i] for i in _read_by(n) if i in maker} for n in graph.node]
+    if all(max(row, default=-1) < k for k, row in enumerate(read)):
+        return False
+    readers: list[list[int]] = [[] for _ in read]
+    for k, row in enumerate(read):
+        for m in row:
+            readers[m].append(k)
+    missing = [len(row) for row in read]
+    ready, order = [k for k, many in enumerate(missing) if not many], []
+    while ready:  # a heap: of those that are ready the first in the file
+        order.append(k := heapq.heappop(ready))
+        for r in readers[k]:
+            missing[r] -= 1
+            if not missing[r]:
+                heapq.heappush(ready, r)
+    if len(order) < len(read):
+        return False
+    nodes = [graph.node[k] for k in order]
+    copied = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del graph.node[:]
+    graph.node.extend(copied)
+    return True
+
+
+def _read_by(node: Any) -> Iterator[str]:
+    yield from node.input
+    for inner in bodies(node):
+        yield from _all_names(inner)
+
+
+# --- sequences that are the parts of a tensor ---
+
+
+def _sliced(graph: Any) -> int:
+    """Read parts of a tensor as slices of it where a sequence only hands them on, as exporters write a split that
+    nobody has optimized. Returns how many."""
+    whole = {
+        n.output[0]: n
+        for n in graph.node
+        if n.op_type == "SplitToSequence" and _standard(n) and n.input and len(n.output) == 1
+    }
+    outside = {o.name for o in graph.output}
+    outside |= {i for n in graph.node for b in bodies(n) for i in _all_names(b)}
+    found: dict[str, list[tuple[int, list[int]]]] = {n: [] for n in whole if n not in outside}
+    known = _whole_numbers(graph) if whole else {}
+    for k, node in enumerate(graph.node):
+        for name in {n for n in node.input if n in found}:
+            part = _part(whole[name], node, known)
+            if part is None:
+                del found[name]
+            else:
+                found[name].append((k, part))
+    taken = {i.name for i in graph.initializer} | {i for n in graph.node for i in (*n.input, *n.output)}
+    for name, rows in found.items():
+        axis = next((a.i for a in whole[name].attribute if a.name == "axis"), 0)
+        for k, bounds in rows:
+            node, given = graph.node[k], [whole[name].input[0]]
+            for what, number in zip(("start", "end", "axis"), (*bounds, axis), strict=True):
+                text = f"{node.output[0]}/{what}"
+                while text in taken:
+                    text += "_"
+                taken.add(text)
+                graph.initializer.append(onnx.numpy_helper.from_array(np.array([number], np.int64), text))
+                given.append(text)
+            node.op_type, node.input[:] = "Slice", given
+    for k in [k for k, n in enumerate(graph.node) if n.output and n.output[0] in found][::-1]:
+        del graph.node[k]
+    return sum(map(len, found.values()))
+
+
+def _part(whole: Any, node: Any, known: Mapping[str, list[int]]) -> list[int] | None:
+    """Where the part of a tensor that a node takes out of a sequence begins and ends, if that is known."""
+    if node.op_type != "SequenceAt" or len(node.input) != 2 or len(node.output) != 1:
+        return None
+    where, keep = known.get(node.input[1]), [a.i for a in whole.attribute if a.name == "keepdims"]
+    sizes = (
+        known.get(whole.input[1]) if len(whole.input) > 1 and whole.input[1] else None if keep == [0] else [1]
+    )
+    if not where or where[0] < 0 or not sizes or min(sizes) < 1:
+        return None
+    if len(sizes) == 1:
+        bounds = [where[0] * sizes[0], (where[0] + 1) * sizes[0]]
+    else:
+        bounds = [sum(sizes[: where[0]]), sum(sizes[: where[0] + 1])]
+    return bounds if bounds[0] < bounds[1] < 1 << 62 else None
+
+
+def _whole_numbers(graph: Any) -> dict[str, list[int]]:
+    """Constants of a graph that are a few whole numbers."""
+    made = [(t.name, t) for t in graph.initializer]
+    made += [
+        (n.output[0], a.t)
+        for n in graph.node
+        if n.op_type == "Constant" and n.output
+        for a in n.attribute
+        if a.HasField("t")
+    ]
+    small = [(n, t) for n, t in made if t.data_type == onnx.TensorProto.INT64 and sum(t.dims) <= _PARTS]
+    found = {}
+    for name, t in small:
+        if not t.external_data and len(t.dims) <= 1:
+            # What is wrong with it is said where it is needed.
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):
+                found[name] = onnx.numpy_helper.to_array(t).ravel().tolist()
+    return found
+
+
+def _all_names(graph: Any) -> Iterator[str]:
+    """What the nodes of a graph, and of those inside it, read, and what it hands out."""
+    yield from (o.name for o in graph.output)
+    for node in graph.node:
+        yield from _read_by(node)
+
+
+def _standard(node: Any) -> bool:
+    return node.domain in ("", "ai.onnx")
+
+
+def has_sparse(proto: Any) -> bool:
+    """Whether a model has weights of which only some elements are written."""
+    return any(graph is not None and len(graph.sparse_initializer) for graph, _ in _graphs(proto))
+
+
 # --- weights beside the file ---
 
 
@@ -308,7 +451,7 @@ def _converted(proto: Any, place: str) -> tuple[Any, tuple[str, ...]]:
     version = _opset(proto)
     if version >= OLDEST:
         return proto, ()
-    if any(graph is not None and len(graph.sparse_initializer) for graph, _ in _graphs(proto)):
+    if has_sparse(proto):
         raise _inconvertible(version, place, "it does not take sparse initializers")
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)

@@ -30,12 +30,18 @@ from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.simulate import baseline, replay
 
-__all__ = ["Program", "lower"]
+__all__ = ["HALF", "Program", "lower"]
 
 _COUNTERS: Final = 3 * 64
 """Bytes of a Loop's number of the turn, and of its conditions."""
 _ANCESTORS: Final = 20_000
 """Nodes of a graph up to which it is known which of them come before which in every order."""
+
+
+HALF: Final = (
+    "float16: what onnxruntime's CPU has no kernel for it computes in float32 between casts, whose bytes are "
+    "known of its optimized graph alone (--write without --optimize none)"
+)
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,10 @@ def lower(
     low.run()
     name = model.path.stem or "model"
     meta = {"source": "onnx", "views": views, "in_place": in_place, "in_place_candidates": low.could}
-    graph = low.builder.graph(low.outputs(), name, meta)
-    return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes))
+    graph = low.builder.graph((*low.outputs(), *low.unread()), name, meta)
+    half = any(v.dtype == "float16" for o in graph.ops for v in map(graph.values.__getitem__, o.outputs))
+    notes = [HALF] if half and in_place == IN_PLACE[0] else []
+    return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes, *notes))
 
 
 @dataclass
@@ -127,6 +135,17 @@ class _Lowering:
 
     def outputs(self) -> tuple[int, ...]:
         return tuple(self._value(o.name) for o in self.scope.proto.output)
+
+    def unread(self) -> tuple[int, ...]:
+        """Results that nobody reads: onnxruntime frees a value after its last reader, and these at the end."""
+        if self.settings.in_place != "onnxruntime":
+            return ()
+        return tuple(
+            self.value_of[n]
+            for node in self.scope.proto.node
+            for n in node.output
+            if n and n in self.maker and n not in self.results and n not in self.readers
+        )
 
     # --- values ---
 
@@ -295,7 +314,7 @@ class _Lowering:
         low.run()
         outside = [self._adopted(n, low, owner) if n in low.constants else n for n in low.taken]
         name = scope.proto.name or "body"
-        graph = low.builder.graph(low.outputs(), name)
+        graph = low.builder.graph((*low.outputs(), *low.unread()), name)
         return _Body(graph, outside, sum(o.flops for o in graph.ops))
 
     def _adopted(self, name: str, low: _Lowering, owner: str) -> str:

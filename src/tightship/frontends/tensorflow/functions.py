@@ -7,17 +7,29 @@ nodes between ``Enter`` and ``Exit`` are a frame: one node to whoever is outside
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph_def
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.tensorflow.nodes import SWITCHES, in_order, name_of
+from tightship.frontends.tensorflow.nodes import CONTROL, FEEDS, SWITCHES, in_order, name_of
 
-__all__ = ["BRANCHES", "LOOPS", "Body", "Frame", "Library", "acyclic", "alive_when", "frames_of", "inlined"]
+__all__ = [
+    "BRANCHES",
+    "LOOPS",
+    "Body",
+    "Frame",
+    "Library",
+    "acyclic",
+    "alive_when",
+    "frames_of",
+    "inlined",
+    "merged",
+]
 
 CALLS: Final = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 LOOPS: Final = frozenset(("While", "StatelessWhile"))
@@ -156,6 +168,60 @@ def _inline(whole: Any, call: Any, body: Body) -> None:
         last.attr["T"].list.type.extend(call.attr["Tout"].list.type)
     if "_output_shapes" in call.attr:
         last.attr["_output_shapes"].CopyFrom(call.attr["_output_shapes"])
+
+
+# --- equal nodes ---
+
+_ONE_EACH: Final = CONTROL | FEEDS | LOOPS | BRANCHES | {"NoOp"}
+_SMALL: Final = 4096
+"""Bytes of a constant up to which it is compared with others."""
+
+
+def merged(proto: Any, kept: Collection[str]) -> tuple[Any, frozenset[str]]:
+    """The graph in which whoever reads a node that does what an earlier one does reads that one, as a session makes
+    it before it runs a graph (common subexpressions; not behind loops of frames); and the nodes that nobody reads any
+    more, which stay in it. Those that are ``kept``, or that nobody reads, are never among them."""
+    nodes = {n.name: n for n in proto.node}
+    read = {n.name: [m for m in map(name_of, n.input) if m in nodes] for n in proto.node}
+    used = {m for row in read.values() for m in row}
+    place = {n: k for k, n in enumerate(nodes)}
+    first: dict[tuple[Any, ...], str] = {}
+    one: dict[str, str] = {}
+    for name in in_order({n: list(dict.fromkeys(row)) for n, row in read.items()}, place.__getitem__):
+        node = nodes[name]
+        inputs = tuple(_read_from(i, one) for i in node.input)
+        if not _comparable(node):
+            continue
+        attrs = tuple(
+            (k, node.attr[k].SerializeToString(deterministic=True))
+            for k in sorted(node.attr)
+            if k != "_output_shapes"
+        )
+        same = first.setdefault((node.op, node.device, inputs, attrs), name)
+        if same != name and name in used and name not in kept:
+            one[name] = same
+    if not one:
+        return proto, frozenset()
+    whole = type(proto).FromString(proto.SerializeToString())
+    for node in whole.node:
+        node.input[:] = [_read_from(i, one) for i in node.input]
+    return whole, frozenset(one)
+
+
+def _comparable(node: Any) -> bool:
+    """Whether an equal node makes the same, and nothing but that."""
+    known = op_def_registry.get(node.op)
+    if known is None or known.is_stateful or node.op in _ONE_EACH:
+        return False
+    if any(a.is_ref for a in (*known.input_arg, *known.output_arg)):
+        return False
+    return node.op != "Const" or node.attr["value"].ByteSize() <= _SMALL
+
+
+def _read_from(text: str, one: Mapping[str, str]) -> str:
+    """An input where equal nodes are one."""
+    name = name_of(text)
+    return text if name not in one else text.replace(name, one[name], 1)
 
 
 # --- frames ---

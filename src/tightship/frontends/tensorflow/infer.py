@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, Final
 
 import tensorflow as tf
@@ -38,10 +39,11 @@ _STRING = 24  # bytes of an element of a string tensor, whose text lies elsewher
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list of tensors: how many, and the bytes of each; none where it is not known yet."""
+    """A list of tensors: how many, and the bytes and the shape of each; none where it is not known yet."""
 
     count: int | None = None
     nbytes: int | None = None
+    shape: tuple[int, ...] | None = None
 
     def total(self) -> int | None:
         return None if self.count is None or self.nbytes is None else self.count * self.nbytes
@@ -53,6 +55,7 @@ class Items:
         return Items(
             other.count if self.count is None else self.count,
             other.nbytes if self.nbytes is None else self.nbytes,
+            other.shape if self.shape is None else self.shape,
         )
 
 
@@ -149,18 +152,20 @@ class _Inference:
         self.nodes = {n.name: n for n in self.proto.node}
         self.results: dict[str, tuple[Made, ...]] = {}
         self.called: dict[str, tuple[Called, ...]] = {}
+        self.elements: dict[str, tuple[int, ...]] = {}  # by a node that takes an element out of a list
 
     def run(self) -> Types:
         place = {n: k for k, n in enumerate(self.nodes)}
         read = {n: list(dict.fromkeys(map(name_of, node.input))) for n, node in self.nodes.items()}
         order = in_order(read, place.__getitem__)
-        functional = [n for n in order if self.nodes[n].op in LOOPS | BRANCHES]
-        for _ in range(len(functional) + 1):
+        teaching = [n for n in order if self.nodes[n].op in LOOPS | BRANCHES or self.nodes[n].op in _ELEMENT]
+        for _ in range(len(teaching) + 1):
             self.ops = self._imported()
-            if not self._walk(order):
+            learned = self._walk(order)
+            if not learned and any(self._items_of(b) for b in self.back.values()):
+                learned = self._walk(order)  # what lists hold is known where they are written
+            if not learned:
                 break
-        if any(self.nodes[m].op in ("Merge", "RefMerge") and self._items_of(b) for m, b in self.back.items()):
-            self._walk(order)  # what lists hold is known where they are written
         if unknown := [n for n in self.unknown if self.needed is None or name_of(n) in self.needed]:
             names = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
             fault = f"unknown size of {names}; give placeholders' with --shape NAME=NxM"
@@ -202,16 +207,28 @@ class _Inference:
             raise BadInput(f"TensorFlow rejects the graph: {said}", place=self.place) from error
 
     def _whole(self) -> Any:
-        """The graph with the functions of the file."""
-        if self.deep == 0 or not any(n.op in LOOPS | BRANCHES for n in self.proto.node):
+        """The graph with the functions of the file, and with the shapes of lists' elements that are known."""
+        functional = self.deep > 0 and any(n.op in LOOPS | BRANCHES for n in self.proto.node)
+        if not functional and not self.elements:
             return self.proto
         whole = type(self.proto)(node=self.proto.node, versions=self.proto.versions)
         whole.library.CopyFrom(self.library.proto)
+        said = {f"{n}:{_ELEMENT[self.nodes[n].op]}".removesuffix(":0"): s for n, s in self.elements.items()}
+        for node in whole.node:
+            node.input[:] = [f"{i.replace(':', '/')}/shaped" if i in said else i for i in node.input]
+        for text, sizes in said.items():
+            shaped = whole.node.add(name=f"{text.replace(':', '/')}/shaped", op="EnsureShape", input=[text])
+            taken = self.nodes[name_of(text)]
+            shaped.attr["T"].CopyFrom(
+                taken.attr["element_dtype" if "element_dtype" in taken.attr else "shape_type"]
+            )
+            shaped.attr["shape"].shape.CopyFrom(tf.TensorShape(sizes).as_proto())
         return whole
 
     def _walk(self, order: Iterable[str]) -> bool:
         """Types of all nodes in order; whether shapes became known that TensorFlow is to go on with."""
         self.unknown: list[str] = []
+        found = False
         for name in order:
             node, op = self.nodes[name], self.ops[name]
             bodies: list[tuple[Made | None, ...]] = []
@@ -222,8 +239,12 @@ class _Inference:
             row, learned = [], False
             for k, tensor in enumerate(op.outputs):
                 shape = _shape(tensor.shape, noted[k] if k < len(noted) else None)
+                if shape is None and k == _ELEMENT.get(node.op):
+                    shape = self.elements.get(name)
                 if shape is None and (inner := _agreed(bodies, k)) is not None:
                     shape, learned = inner.shape, True
+                if shape is None and self._learns_element(node, k):
+                    found, shape = True, ()
                 if shape is None and tensor.dtype.base_dtype not in (tf.variant, tf.resource):
                     self.unknown.append(name if node.op in FEEDS else f"{name}:{k}")
                     shape = ()
@@ -233,7 +254,19 @@ class _Inference:
                 node.attr["output_shapes"].list.ClearField("shape")
                 node.attr["output_shapes"].list.shape.extend(tf.TensorShape(m.shape).as_proto() for m in row)
                 return True
-        return False
+        return found
+
+    def _learns_element(self, node: Any, k: int) -> bool:
+        """Whether a list says the shape of what is taken out of it, which TensorFlow is then told."""
+        data = [i for i in node.input if not i.startswith("^")]
+        if k != _ELEMENT.get(node.op) or node.name in self.elements:
+            return False
+        items = self._input(data[0]).items
+        if items is None or items.shape is None:
+            return False
+        shape = items.shape
+        self.elements[node.name] = (len(shape),) if node.op == "TensorListElementShape" else shape
+        return True
 
     def _bodies(self, node: Any) -> tuple[Called, ...]:
         """The functions a node runs, with types for what it gives them."""
@@ -280,7 +313,13 @@ class _Inference:
                 self.deep or node.op in _FORWARDS_LISTS
             ):  # it is counted where it is made, or where it leaves the loop
                 return Made("variant", (), 0, items=items or Items())
-            raise UnknownSize("elements of type variant have no fixed size in bytes", place=where)
+            fault = "elements of type variant have no fixed size in bytes"
+            if items is not None:
+                fault = (
+                    "a list of tensors of unknown length; give the loop that fills it a maximum "
+                    "(tf.while_loop(..., maximum_iterations=n)), or the array its size and its elements' shape"
+                )
+            raise UnknownSize(fault, place=where)
         empty = node.op in _GROWS
         return Made("variant", (), 0 if empty else bounded(items.total() or 0, where), items=items)
 
@@ -313,22 +352,26 @@ class _Inference:
         if node.op == "TensorListFromTensor":
             made = self._input(data[0])
             return (
-                Items(made.shape[0], made.nbytes // made.shape[0])
+                Items(made.shape[0], made.nbytes // made.shape[0], made.shape[1:])
                 if made.shape and made.shape[0]
                 else Items(0, 0)
             )
+        if node.op in ("OptionalFromValue", "OptionalNone"):
+            held = [self._input(i) for i in data]
+            shape = held[0].shape if len(held) == 1 else None
+            return Items(1, sum(m.nbytes for m in held), shape) if held else Items()
         given = [m.items for m in map(self._input, data) if m.items is not None]
         if node.op in ("TensorListSetItem", "TensorListPushBack"):
             item = self._input(data[-1])
-            return Items(given[0].count if given else None, item.nbytes)
+            return Items(given[0].count if given else None, item.nbytes, item.shape)
         if node.op in LOOPS and k < len(data):
             before = self._input(data[k]).items or Items()
             later = bodies[0][k] if bodies and k < len(bodies[0]) else None
             return (later.items or Items()).or_else(before) if later is not None else before
         if node.op in BRANCHES:
             found = [row[k].items for row in bodies if k < len(row) and row[k] is not None and row[k].items]
-            return found[0] if found else None
-        if node.op in _FORWARDS_LISTS | {"IdentityN", "TensorListPopBack"}:
+            return reduce(Items.or_else, found) if found else None
+        if node.op in _FORWARDS_LISTS | {"AddN", "IdentityN", "TensorListPopBack", "ZerosLike"}:
             known = self._input(data[k]).items if node.op == "IdentityN" else given[0] if given else None
             back = self._items_of(self.back[node.name]) if node.name in self.back else None
             return (known or Items()).or_else(back)
@@ -339,6 +382,12 @@ class _Inference:
         return row[0].items if row else None
 
     def _number(self, text: str) -> int | None:
+        node = self.nodes[name_of(text)]
+        while node.op == "Identity":
+            node = self.nodes[name_of(node.input[0])]
+        if node.op == "TensorListLength":
+            items = self._input(node.input[0]).items
+            return None if items is None else items.count
         value = self._constant(text)
         return int(value.reshape(())) if value is not None and value.size == 1 else None
 
@@ -361,6 +410,8 @@ _FORWARDS_LISTS: Final = frozenset(
     "Identity Enter RefEnter Exit RefExit Merge RefMerge Switch RefSwitch NextIteration RefNextIteration "
     "StopGradient Placeholder".split()
 )
+_ELEMENT: Final = {"TensorListElementShape": 0, "TensorListGetItem": 0, "TensorListPopBack": 1}
+"""Kinds that take an element out of a list, or say its shape: as which result."""
 _GROWS: Final = frozenset(("TensorListReserve", "EmptyTensorList"))
 """Lists that hold nothing when they are made."""
 

@@ -2,9 +2,7 @@
 
 Placeholders, constants and variables are the caller's. A variable's handle *is* the variable: reading it makes no
 bytes, unless somebody writes the variable before the last use of what was read, as TensorFlow copies then. Ops that
-write variables stand as late as dependencies allow. Kernels that write their result over an input are not known of
-a graph: each result has bytes of its own, so peaks are from above.
-
+write XX
 A loop or a branch is one op, with what it runs as graphs that it calls. A loop hands its results on as the next
 turn's inputs: one set of them is counted beside what a turn needs. What a loop only hands on is its input's bytes,
 and constants inside it are there all the time. Costs are those of one turn, as how many there are is not known.
@@ -12,16 +10,18 @@ and constants inside it are there all the time. Costs are those of one turn, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.tensorflow.functions import LOOPS, Frame, Library, frames_of, inlined
+from tightship.frontends.tensorflow.functions import LOOPS, Frame, Library, frames_of, inlined, merged
 from tightship.frontends.tensorflow.infer import Called, Made, Types, infer, shapes_given, variable_bytes
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import (
+    CONTROL,
     FEEDS,
     HANDLES,
     SWITCHES,
@@ -34,6 +34,8 @@ from tightship.frontends.tensorflow.nodes import (
     name_of,
     reads_handle,
     to_rows,
+    whole,
+    written_over,
 )
 from tightship.graph import Graph, Op, aligned
 from tightship.machine import modeled_time
@@ -97,11 +99,14 @@ def lower(
     for what, given in (("--fetch", wanted), ("--feed", fed)):
         if unknown := [n for n in given if n not in known]:
             raise BadInput(f"unknown node {unknown[0]!r}", place=what)
+    proto, unread = merged(file.proto, {*wanted, *fed})
+    file = replace(file, proto=proto)
     frames = frames_of(file.proto, place)
-    needed = _needed(file.proto, wanted, fed)
+    needed = _needed(file.proto, wanted, fed) - unread
     types = infer(file, shapes_given(shapes), library, frames, needed)
     low = _Lowering.of(place, file.proto, frames, types, frozenset(fed))
     nodes = tuple(low.web.nodes.values())
+    low.folded = low.foldable({*wanted, *fed})
     low.run(tuple(low.alias.get(n, (n, 0))[0] for n in wanted), needed)
     meta = {"source": "tensorflow", "nodes": to_rows(nodes), "fed": list(fed), "fetch": list(wanted)}
     meta["swaps"] = [hint for n in file.proto.node for hint in _swaps(n) if n.name in low.op_of]
@@ -144,6 +149,7 @@ class _Lowering:
     first: dict[int, str] = field(default_factory=dict)  # by storage, the node that made it
     turned: dict[str, Loop] = field(default_factory=dict)
     functions: dict[str, Turn] = field(default_factory=dict)
+    folded: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -198,23 +204,40 @@ class _Lowering:
         return Turn(tuple(n for n in self.order if n in self.op_of), self.turned, self.functions)
 
     def _caller(self, n: str) -> str:
-        return caller_kind(self.web.nodes[n].kind, n in self.fed)
+        return "constant" if n in self.folded else caller_kind(self.web.nodes[n].kind, n in self.fed)
+
+    def foldable(self, kept: Collection[str]) -> frozenset[str]:
+        """Nodes of constants alone, which a session works out once, before it runs. What would be much larger than
+        the constants (zeros of a shape) stays an op, or it would be there all the time."""
+        found: set[str] = set()
+        for n in in_order(self.web.read, {n: k for k, n in enumerate(self.web.nodes)}.__getitem__):
+            node, row = self.web.nodes[n], self.types.results[n]
+            plain = node.kind not in CONTROL and n not in self.types.stateful and n not in self.types.called
+            given = sum(self._made(m, p, n).nbytes for m, p in self._data(n))
+            most = min(_FOLDED, max(_SMALL, 4 * given))
+            small = all(m.nbytes <= most and m.items is None and not m.handle for m in row)
+            known = all(m in found or self._caller(m) == "constant" for m in self.web.read[n])
+            if plain and small and known and row and self.web.read[n] and n not in kept:
+                found.add(n)
+        return frozenset(found)
 
     def _needed(self, wanted: tuple[str, ...]) -> set[str]:
         found, stack = set(wanted or self.web.order), list(wanted)
         while stack:
             n = stack.pop()
-            for m in () if n in self.fed else self.web.read[n]:
+            for m in () if n in self.fed or n in self.folded else self.web.read[n]:
                 if m not in found:
                     found.add(m)
                     stack.append(m)
-        return found
+        inside = {n for n in found if (r := self.web.readers[n]) and all(m in self.folded for m in r)}
+        return found - (inside - set(wanted))
 
     def _order(self, needed: set[str]) -> list[str]:
         """The file's order where it is legal; what writes variables later."""
         count = len(self.web.nodes)
         key = {n: k + (count if self._updates(n) else 0) for k, n in enumerate(self.web.nodes)}
-        read = {n: [m for m in self.web.read[n] if m in needed and n not in self.fed] for n in needed}
+        given = self.fed | self.folded
+        read = {n: [m for m in self.web.read[n] if m in needed and n not in given] for n in needed}
         return in_order(read, key.__getitem__)
 
     # --- variables ---
@@ -273,10 +296,8 @@ class _Lowering:
             given = self._data(n)
             if self._caller(n):
                 root[n] = n
-            elif (
-                given and forwarded(self.web.nodes[n].kind, 0, len(given)) is not None and given[0][0] in root
-            ):
-                root[n] = root[given[0][0]]
+            elif (source := self._source(n, 0)) is not None and given[source][0] in root:
+                root[n] = root[given[source][0]]
             for i in [] if self._caller(n) else self._writes(n):
                 written.setdefault(root.get(given[i][0], ""), []).append(self.at[n])
         for n in reversed(self.order):
@@ -362,6 +383,7 @@ class _Lowering:
                 phase="update" if writes and self._updates(n) else "backward" if _backward(n) else "forward",
                 device=_device(node.device),
                 module=n.rpartition("/")[0],
+                overwrites=() if writes else self._overwrites(n, ins, outs),
             )
         )  # fmt: skip
 
@@ -431,7 +453,7 @@ class _Lowering:
         kind = self.web.nodes[n].kind
         if made.ref and (refs := self.types.refs.get(n)):
             return self.builder.storage_of(ins[refs[0]])
-        source = forwarded(kind, port, len(ins))
+        source = self._source(n, port)
         if (
             made.items is not None
             and kind in _LIST_WRITES
@@ -447,7 +469,35 @@ class _Lowering:
             return storage
         return None
 
+    def _source(self, n: str, port: int) -> int | None:
+        """The input whose bytes a result is."""
+        kind, given = self.web.nodes[n].kind, self._data(n)
+        source = forwarded(kind, port, len(given))
+        if source is not None or not given or (source := whole(kind, port)) is None:
+            return source
+        mine, theirs = self.types.results[n][port], self._made(*given[source], n)
+        same = mine.dtype == theirs.dtype and math.prod(mine.shape) == math.prod(theirs.shape)
+        return source if same and mine.items is None and theirs.items is None else None
 
+    def _overwrites(self, n: str, ins: list[int], outs: list[int]) -> tuple[tuple[int, int], ...]:
+        """Storages that a kernel writes a result over, where nothing else needs them, with that result's."""
+        kind, values = self.web.nodes[n].kind, self.builder.values
+        callers, read = self.callers, [values[v].storage for v in ins]
+        found = []
+        for port, v in enumerate(outs):
+            made, b = values[v], values[v].storage
+            for i in written_over(kind, port, len(ins)):
+                given, a = values[ins[i]], read[i]
+                size = self.builder.storages[a].size
+                same = given.dtype == made.dtype and math.prod(given.shape) == math.prod(made.shape)
+                apart = read.count(a) == 1 and a not in callers and b not in read
+                if same and apart and size and size == self.builder.storages[b].size:
+                    found.append((a, b))
+        return tuple(found)
+
+
+_SMALL, _FOLDED = 4096, 10 << 20
+"""Bytes up to which a result of constants is always one itself, and beyond which TensorFlow never makes it one."""
 _LIST_WRITES: Final = frozenset("TensorListSetItem TensorListPushBack TensorListPopBack".split())
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 from tightship.errors import BadInput
 
 __all__ = [
+    "CONTROL",
     "FEEDS",
     "HANDLES",
     "SWITCHES",
@@ -29,6 +30,8 @@ __all__ = [
     "name_of",
     "reads_handle",
     "to_rows",
+    "whole",
+    "written_over",
 ]
 
 
@@ -121,10 +124,15 @@ HANDLES: Final = frozenset("VarHandleOp VarHandlesOp".split())
 SWITCHES: Final = frozenset("Switch RefSwitch _SwitchN".split())
 """Kinds that hand their first input to one of their results, which the second says."""
 
+CONTROL: Final = SWITCHES | frozenset(
+    "Enter RefEnter Exit RefExit NextIteration RefNextIteration Merge RefMerge LoopCond".split()
+)
+"""Kinds that loops and branches are made of."""
+
 _FORWARD: Final = SWITCHES | frozenset(
     "Identity IdentityN RefIdentity Snapshot StopGradient PreventGradient CheckNumerics EnsureShape Reshape Squeeze "
     "ExpandDims Bitcast Enter RefEnter NextIteration RefNextIteration LoopCond ReadVariableOp "
-    "DestroyTemporaryVariable".split()
+    "DestroyTemporaryVariable OptionalFromValue OptionalGetValue".split()
 )
 """Kinds whose results are their inputs' bytes."""
 _READS_HANDLE: Final = frozenset(
@@ -149,6 +157,52 @@ def forwarded(kind: str, port: int, inputs: int) -> int | None:
     if kind not in _FORWARD or not inputs:
         return None
     return port if kind == "IdentityN" and port < inputs else 0
+
+
+_ELEMENTWISE: Final = frozenset(
+    "Abs Acos Acosh Asin Asinh Atan Atanh BesselI0e BesselI1e BiasAdd Ceil ClipByValue Cos Cosh Digamma Elu Erf "
+    "Erfc Erfinv Exp Expm1 FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars Floor Inv Invert LeakyRelu Lgamma Log "
+    "Log1p LogSoftmax LogicalNot MatrixBandPart Ndtri Neg OnesLike Reciprocal Relu Relu6 Rint Round Rsqrt Selu "
+    "Sigmoid Sign Sin Sinh Softmax Softplus Softsign Sqrt Square Tan Tanh ZerosLike".split()
+)
+"""Kinds whose kernels write their result over the first input, where nothing else needs it."""
+_PAIRWISE: Final = frozenset(
+    "Add AddV2 Atan2 BitwiseAnd BitwiseOr BitwiseXor Div DivNoNan EluGrad Equal FloorDiv FloorMod Greater "
+    "GreaterEqual Igamma Igammac InvGrad LeakyReluGrad LeftShift Less LessEqual LogicalAnd LogicalOr Maximum "
+    "Minimum Mod Mul MulNoNan NotEqual Pow RealDiv ReciprocalGrad Relu6Grad ReluGrad RightShift RsqrtGrad "
+    "SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad SquaredDifference Sub TanhGrad TruncateDiv "
+    "TruncateMod Xdivy Xlog1py Xlogy".split()
+)
+"""Kinds whose kernels write their result over either of two inputs."""
+_ENTROPY: Final = frozenset("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits".split())
+
+
+def written_over(kind: str, port: int, inputs: int) -> tuple[int, ...]:
+    """The inputs, the first choice first, over which the CPU's kernel writes result ``port`` of a node, where the
+    input has its type and as many elements and nothing else needs it (``forward_input_or_allocate_output``). As
+    TensorFlow 2.21 does it with oneDNN, where batch norm takes new bytes."""
+    if kind in _ENTROPY:
+        return (0,) if port == 1 else ()
+    if port:
+        return ()
+    if kind in _ELEMENTWISE:
+        return (0,)
+    if kind in _PAIRWISE:
+        return (0, 1)
+    if kind in ("Select", "SelectV2"):
+        return (1, 2)
+    return tuple(range(inputs)) if kind == "AddN" else ()
+
+
+_WHOLE: Final = frozenset(
+    "All Any BroadcastTo Cast Max Mean Min MirrorPad Pack Pad PadV2 Prod Slice Sum Tile".split()
+)
+"""Kinds whose result is their first input's bytes where it is all of it: nothing is cut off, added or reduced."""
+
+
+def whole(kind: str, port: int) -> int | None:
+    """The input whose bytes a result is where both have one type and as many elements."""
+    return 0 if kind in _WHOLE and port == 0 else None
 
 
 def reads_handle(kind: str) -> bool:
