@@ -2,7 +2,9 @@
 
 Placeholders, constants and variables are the caller's. A variable's handle *is* the variable: reading it makes no
 bytes, unless somebody writes the variable before the last use of what was read, as TensorFlow copies then. Ops that
-write XX
+write variables stand as late as dependencies allow. Results that kernels write over an input lie where it lies
+(`nodes.written_over`), equal nodes are one, and constants' nodes are folded, as in a session.
+
 A loop or a branch is one op, with what it runs as graphs that it calls. A loop hands its results on as the next
 turn's inputs: one set of them is counted beside what a turn needs. What a loop only hands on is its input's bytes,
 and constants inside it are there all the time. Costs are those of one turn, as how many there are is not known.
