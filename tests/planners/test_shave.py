@@ -29,6 +29,10 @@ def test_never_more_bytes_and_verified(in_place: bool) -> None:
             continue
         before = replay(graph, steps)
         after = shaved(graph, before, NEVER)
+        once = {s for step in after.steps if step.kind == "recompute" for s in step.storages}
+        once -= {s for step in steps if step.kind == "recompute" for s in step.storages}
+        kept = shaved(graph, before, NEVER, once)
+        assert once.isdisjoint(s for step in kept.steps if step.kind == "recompute" for s in step.storages)
         assert after.peak <= before.peak and (
             after is before or after.peak < before.peak or after.time >= before.time
         )

@@ -540,8 +540,9 @@ class _Search:
         least, deadline = self.reached.plans[0].found, clock.search.part(_PREPARED)
         steps = floor.rearranged(self.graph, least.steps, deadline)
         line = least.timeline if steps is None else replay(self.graph, steps)
-        if set(self.problem.means) == {"recompute"} and not self.options.hints:  # each may be made again
-            line = shaved(self.graph, line, deadline)
+        if "recompute" in self.problem.means:
+            once = {s for s, ways in self.problem.only.items() if "recompute" not in ways}
+            line = shaved(self.graph, line, deadline, once)
         if line is not least.timeline:
             self._offer(line, clock)
 

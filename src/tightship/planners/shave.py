@@ -10,7 +10,7 @@ and never more bytes. Complexity: a replay for each storage tried. Known limits:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tightship.analysis.bounds import runs_again
@@ -27,18 +27,19 @@ _STEPS = 2_000_000
 """Steps replayed for them."""
 
 
-def shaved(graph: Graph, line: Timeline, deadline: Deadline) -> Timeline:
-    """The timeline of steps that take less, or the same one; of steps that compute, recompute and free alone."""
+def shaved(graph: Graph, line: Timeline, deadline: Deadline, once: Collection[int] = ()) -> Timeline:
+    """The timeline of steps that take less, or the same one; of steps that compute, recompute and free alone. No
+    storage of ``once`` is made again."""
     tries = min(_TRIES, _STEPS // max(1, len(line.steps)))
     plain = all(
         s.kind in ("compute", "recompute", "free") and s.form == "full" and not s.saves for s in line.steps
     )
     while plain and line.peak_step >= 0:
-        for s in _idle(graph, line)[:_LARGEST]:
+        for s in _idle(graph, line, once)[:_LARGEST]:
             if tries <= 0 or deadline.over:
                 return line
             tries -= 1
-            if (lower := _without(graph, line, s)) is not None:
+            if (lower := _without(graph, line, s, once)) is not None:
                 line = lower
                 break
         else:
@@ -46,11 +47,12 @@ def shaved(graph: Graph, line: Timeline, deadline: Deadline) -> Timeline:
     return line
 
 
-def _idle(graph: Graph, line: Timeline) -> list[int]:
+def _idle(graph: Graph, line: Timeline, once: Collection[int]) -> list[int]:
     """What lies in memory at the peak but is not touched there and can be made again, the largest first."""
     step = line.steps[line.peak_step]
     touched = {*graph.uses.reads[step.op], *graph.uses.defines[step.op], *graph.uses.mutates[step.op]}
-    there = {s: n for s, n in line.at_peak if s >= 0 and n and s not in touched and _made_again(graph, s)}
+    left_out = touched.union(once)
+    there = {s: n for s, n in line.at_peak if s >= 0 and n and s not in left_out and _made_again(graph, s)}
     return sorted(there, key=lambda s: -there[s])
 
 
@@ -60,7 +62,7 @@ def _made_again(graph: Graph, s: int) -> bool:
     return once and runs_again(graph, uses.definer[s], redraw=False) and not uses.mutates[uses.definer[s]]
 
 
-def _without(graph: Graph, line: Timeline, s: int) -> Timeline | None:
+def _without(graph: Graph, line: Timeline, s: int, once: Collection[int]) -> Timeline | None:
     """The steps without storage ``s`` at the peak, if they need less than the peak where they differ."""
     steps, peak, reads, defines = line.steps, line.peak_step, graph.uses.reads, graph.uses.defines
 
@@ -76,7 +78,8 @@ def _without(graph: Graph, line: Timeline, s: int) -> Timeline | None:
         left = tuple(x for x in here.storages if x != s)
         after = (replace(here, storages=left),) if left else ()
     elif s in reads[here.op]:
-        more = _again(graph, s, _there(graph, steps[:then]) - {s}, _written(graph, steps[:then]), _DEPTH)
+        there, fixed = _there(graph, steps[:then]) - {s}, _written(graph, steps[:then])
+        more = _again(graph, s, there, fixed, once, _DEPTH)
         if more is None:
             return None
         made, after = more, (here,)
@@ -104,10 +107,12 @@ def _written(graph: Graph, steps: Sequence[Step]) -> set[int]:
     return {s for step in steps if step.op >= 0 for s in graph.uses.mutates[step.op] if s in graph.static}
 
 
-def _again(graph: Graph, s: int, there: set[int], written: set[int], depth: int) -> list[Step] | None:
+def _again(
+    graph: Graph, s: int, there: set[int], written: set[int], once: Collection[int], depth: int
+) -> list[Step] | None:
     """Steps that make a storage of what is ``there``, freeing what else they make; None where so many do not."""
     k, found, gone = graph.uses.definer[s], list[Step](), list[int]()
-    if not depth or not _made_again(graph, s) or not written.isdisjoint(graph.uses.reads[k]):
+    if not depth or s in once or not _made_again(graph, s) or not written.isdisjoint(graph.uses.reads[k]):
         return None
     for r in graph.uses.reads[k]:
         if r in graph.static:
@@ -115,7 +120,7 @@ def _again(graph: Graph, s: int, there: set[int], written: set[int], depth: int)
         if len(graph.uses.writers[r]) > 1:
             return None
         if r not in there:
-            more = _again(graph, r, there, written, depth - 1)
+            more = _again(graph, r, there, written, once, depth - 1)
             if more is None:
                 return None
             found += more
