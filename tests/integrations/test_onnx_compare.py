@@ -55,6 +55,14 @@ def branches(opset=17):
     return model
 
 
+def assert_written_runs_equal(program, path, tmp_path):
+    """What is written with a plan gives the results of the file."""
+    write_model(program, api.plan_graph(program.graph).plan, tmp_path / "out.onnx")
+    feeds = feeds_of(program)
+    ran, before = measure(tmp_path / "out.onnx", feeds), measure(path, feeds)
+    assert np.array_equal(ran.outputs[0], before.outputs[0])
+
+
 def test_what_the_optimizer_makes_is_planned_and_runs_as_planned(tmp_path):
     original = lower(read(saved(tmp_path, branches())), "n=1")
     (tmp_path / "work").mkdir()
@@ -154,10 +162,7 @@ def test_sequences_that_only_hand_parts_on_are_slices(tmp_path, parts):
     path = saved(tmp_path, made(nodes, [value("x", [4, 8])], [value("y", None)], given, opset=18))
     program = lower(read(path))
     assert any("9 tensors" in note for note in program.notes)
-    write_model(program, api.plan_graph(program.graph).plan, tmp_path / "out.onnx")
-    feeds = feeds_of(program)
-    ran, before = measure(tmp_path / "out.onnx", feeds), measure(path, feeds)
-    assert np.array_equal(ran.outputs[0], before.outputs[0])
+    assert_written_runs_equal(program, path, tmp_path)
 
 
 def test_nodes_before_what_they_read_are_put_in_order(tmp_path):
@@ -176,10 +181,7 @@ def test_nodes_before_what_they_read_are_put_in_order(tmp_path):
     path.write_bytes(made(nodes, [x], [y], given, opset=18).SerializeToString())
     program = lower(read(path))
     assert any("in order" in note for note in program.notes)
-    write_model(program, api.plan_graph(program.graph).plan, tmp_path / "out.onnx")
-    feeds = feeds_of(program)
-    ran, before = measure(tmp_path / "out.onnx", feeds), measure(path, feeds)
-    assert np.array_equal(ran.outputs[0], before.outputs[0])
+    assert_written_runs_equal(program, path, tmp_path)
 
 
 def test_float16_is_planned_as_it_runs(tmp_path):
