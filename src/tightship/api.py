@@ -218,14 +218,23 @@ class BatchRequest:
     dim: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
 
-    def solve(self, say: Say | None = None) -> MaxBatch:
+    def first(self) -> Graph:
+        """The graph at the sample's own batch. Raises what the model raises."""
+        return self.step.graph_at(self.step.batch_size(self.dim), self.dim)
+
+    def solve(self, first: Graph, say: Say | None = None) -> MaxBatch:
+        """The answer, from the graph at the sample's own batch."""
         start = self.step.batch_size(self.dim)
         budget = None if self.budget is None else parse_budget(self.budget)
         if budget is None:
             raise BadInput("the largest batch requires a budget in bytes", place="budget")
-        o = plan_options(self.step.graph_at(start, self.dim), self.options)
+        o = plan_options(first, self.options)
         o = replace(o, seconds=o.seconds / 4, work=o.work // 4)
-        return search_batch(lambda n: self.step.graph_at(n, self.dim), budget, o, start=start, say=say)
+
+        def graph_of(n: int) -> Graph:
+            return first if n == start else self.step.graph_at(n, self.dim)
+
+        return search_batch(graph_of, budget, o, start=start, say=say)
 
 
 @dataclass(frozen=True)
@@ -498,7 +507,8 @@ def max_batch(
     Raises ``Infeasible`` if no size fits, ``BadInput`` for a model that runs at no other size than the sample's.
     """
     step = ModelStep(model, sample, loss_fn, optimizer, train)
-    return BatchRequest(step, budget, dim, options).solve(say)
+    request = BatchRequest(step, budget, dim, options)
+    return request.solve(request.first(), say)
 
 
 def _alone(graph: Graph, sample: object) -> Graph:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -87,6 +89,37 @@ def test_a_bound_is_never_less_than_what_is_known() -> None:
     for known in (total, 1.5 * line.time, math.inf):
         assert linked_bound(graph, limit, line, known) >= known
     assert linked_bound(graph, limit, line, total * 1.001, deadline=Deadline(0.0)) == total * 1.001
+
+
+@dataclass(frozen=True)
+class AfterLooks(Deadline):
+    """A deadline that is over after so many looks at it."""
+
+    looks: Iterator[int] = field(default_factory=count)
+    most: int = 0
+
+    @property
+    def over(self) -> bool:
+        return next(self.looks) >= self.most
+
+    @property
+    def left(self) -> float:
+        return 0.0 if self.over else 1.0
+
+
+def test_a_deadline_may_end_it_anywhere() -> None:
+    graph = uneven(2)
+    limit = limit_of(graph, 0.4)
+    line = replay(graph, default.plan(graph, limit, default.Options(place=False, hand_out=False)).steps)
+    known, best, reached = chain_bound(graph, limit), 0.0, set()
+    for most in range(400):
+        deadline = AfterLooks(most=most)
+        found = linked_bound(graph, limit, line, known, deadline=deadline)
+        assert known <= found <= line.time
+        reached.add(found)
+        if next(deadline.looks) < most:  # it ended by itself
+            break
+    assert len(reached) > 1 and max(reached) == linked_bound(graph, limit, line, known)
 
 
 # x + y <= 1.5, both from 0 to 1

@@ -226,6 +226,8 @@ class _Program:
 
     def proved(self, enough: float, work: int, deadline: Deadline) -> tuple[float, Floats]:
         """The part of the time that recomputation takes at least, and what the room of each moment does to it."""
+        if not self.columns:  # its deadline ended before the first stretch
+            return 0.0, np.zeros(len(self.rooms))
         row, column, factor = (np.concatenate(rows) for rows in zip(*self.entries, strict=True))
         order = np.argsort(row, kind="stable")
         first = np.searchsorted(row[order], np.arange(self.rows + 1)).astype(np.int64)

@@ -241,12 +241,11 @@ def max_batch(chosen: argparse.Namespace, out: Output) -> int:
     step = loaded(chosen.source, out).step
     if step is None:
         raise BadInput("--max-batch requires module:factory as SOURCE", place=chosen.source)
-    with (
-        Line(out.live, "looking for the largest batch") as line,
-        users_code("running the model at another batch", chosen.source),
-    ):
+    with Line(out.live, "looking for the largest batch") as line:
         request = BatchRequest(step, read_budget(chosen), dim, options)
-        best = request.solve(lambda text: line.say(text, always=True))
+        with users_code("running the model without data", chosen.source):
+            first = request.first()
+        best = request.solve(first, lambda text: line.say(text, always=True))
     from tightship.frontends.torch.structure import batched
     from tightship.report.text import batch_table
 
