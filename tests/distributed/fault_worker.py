@@ -18,7 +18,7 @@ from worker import ROWS, adamw, batches, caught, loss_of, main, model
 import tightship
 from tightship.errors import BadInput, Infeasible
 from tightship.execute import prepared, ranks, train_variants
-from tightship.frontends.torch import collectives
+from tightship.frontends.torch import collectives, compat_distributed
 
 Fault = Callable[..., Any]
 
@@ -214,6 +214,24 @@ def interrupted_in_step() -> Any:
 def fitted_after_a_failed_step() -> Any:
     """In the same processes: what is sent next would be taken for what is still waited for."""
     return in_running_step(1, raises(RuntimeError("an op that fails")), 7) | {"fit": caught(fitted)}
+
+
+def launchers_store() -> Any:
+    """Ranks meet in the store that torchrun keeps while it starts them again."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["LAUNCHERS_PORT"]), is_master=False)
+    return patch.object(compat_distributed, "process_groups_store", lambda: store)
+
+
+def killed_under_a_launcher() -> Any:
+    with launchers_store():
+        return in_running_step(1, lambda: ended("killed_under_a_launcher"), 5)
+
+
+def started_again() -> Any:
+    """With what the ranks before have left in the store."""
+    with launchers_store():
+        step = fitted()
+        return {"losses": [step(b).item() for b in batches()], "error": caught(step.measure)}
 
 
 def killed_in_capture() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed import TCPStore
 
 from support.rank_faults import drawn, judged
 from support.ranks import run
@@ -54,6 +55,19 @@ def test_a_fault_while_ranks_send_ends_the_step_on_all(how: str) -> None:
         if "later" in row:
             assert row["later"]["type"] == "PeerFailed"
             assert row["later"]["seconds"] < SECONDS
+
+
+def test_ranks_that_are_started_again_with_the_store_of_those_before_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As torchrun does it: addresses of ranks that have ended lie there, and why they have."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("LAUNCHERS_PORT", str(store.port))
+    rows = run("killed_under_a_launcher", ends=(0, -9), worker="fault_worker.py")
+    assert "rank 1: has ended" in rows["killed_under_a_launcher"][0]["error"]["text"]
+    for row in run("started_again", worker="fault_worker.py")["started_again"]:
+        assert len(row["losses"]) > 1
+        assert row["error"]["type"] == ""
 
 
 DRAWN = ((2, 1, 7, 8, 29), (3,))

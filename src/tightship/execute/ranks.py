@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, Final, NamedTuple, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import distributed as dist
@@ -113,19 +114,11 @@ def together() -> Ranks | None:
     if _process.of is not world:
         _process.group, _process.of = None, world
     _process.meetings += 1
-    store, rank, size = compat_distributed.process_groups_store(), dist.get_rank(), dist.get_world_size()
     key = f"tightship/{_process.meetings}"
-    store.set(f"{key}/here/{rank}", b"1")
-    try:
-        store.wait([f"{key}/here/{r}" for r in range(size)], _ARRIVAL)
-    except RuntimeError:
-        missing = [r for r in range(size) if not store.check([f"{key}/here/{r}"])]
-        rule = (
-            f"ranks {missing} did not call fit: all {size} ranks do, in the same order (or independent=True)"
-        )
-        raise BadInput(rule, place="fit") from None
+    key = f"{key}/{_met(key)}"
+    store = compat_distributed.process_groups_store()
     if _process.group is None:
-        group = _process.group = dist.new_group(backend="gloo", timeout=_CONNECTION)
+        group = _process.group = compat_distributed.gloo_group(f"{key}/group", _CONNECTION)
         compat_distributed.set_timeout(group, _LONGEST)
         ranks = Ranks(group, store, key)
         with ranks.ending_together("meeting"):
@@ -134,6 +127,45 @@ def together() -> Ranks | None:
                 ranks.measure()
         return ranks
     return Ranks(_process.group, store, key)
+
+
+def _met(key: str) -> str:
+    """A name for what these processes do together. torchrun starts ranks again with the store that those before them
+    wrote to: addresses of theirs that are gone, and why they failed. So each rank waits for a word that has its own
+    name, and rank 0 gives it once every rank has answered to the name that was read.
+
+    Raises ``BadInput`` if some do not come."""
+    store, rank, size = compat_distributed.process_groups_store(), dist.get_rank(), dist.get_world_size()
+    own, end = uuid4().hex, monotonic() + _ARRIVAL.total_seconds()
+    here = [f"{key}/here/{r}" for r in range(size)]
+    store.set(here[rank], own)
+    name = ""
+    while monotonic() < end:
+        if rank == 0 and _there(store, here):
+            names = [store.get(k).decode() for k in here]
+            word = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
+            for one in names:
+                store.set(f"{key}/{one}", word)
+        if _there(store, [f"{key}/{own}"]):
+            name = store.get(f"{key}/{own}").decode()
+            store.set(f"{key}/{name}/here/{rank}", b"1")
+            if rank == 0 and _there(store, [f"{key}/{name}/here/{r}" for r in range(size)]):
+                store.set(f"{key}/{name}/all", b"1")
+            if _there(store, [f"{key}/{name}/all"]):
+                return name
+    missing = [r for r in range(size) if not store.check([f"{key}/{name}/here/{r}" if name else here[r]])]
+    rule = f"ranks {missing} did not call fit: all {size} ranks do, in the same order (or independent=True)"
+    raise BadInput(rule, place="fit")
+
+
+def _there(store: Any, keys: list[str]) -> bool:
+    """Whether the keys come within one turn; a store's own wait complains of each turn in the log."""
+    end = monotonic() + _TURN.total_seconds()
+    while not store.check(keys):
+        if monotonic() > end:
+            return False
+        sleep(0.01)
+    return True
 
 
 def _versions() -> str:

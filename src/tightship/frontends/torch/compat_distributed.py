@@ -51,9 +51,17 @@ def store_of_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def gloo_group(key: str, timeout: timedelta) -> Any:
+    """A group of all ranks, which meet under ``key`` of the store: ``new_group`` counts its keys, and those of ranks
+    that were started before, with the same store, are the same."""
+    store = torch.distributed.PrefixStore(key, process_groups_store())
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """How long collectives of a group may take."""
-    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+    """How long collectives of a group of `gloo_group` may take."""
+    group._set_default_timeout(timeout)
 
 
 def is_wait(fn: Any) -> bool:
