@@ -402,3 +402,27 @@ def test_what_cannot_be_optimized_is_planned_as_it_is(tmp_path, capsys):
     assert rows["runtime"]["failure"] and any(
         e.key == KEY_PLAN for e in onnx.load(tmp_path / "out.onnx").metadata_props
     )
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_data_beside_the_model_stays_what_it_is(tmp_path, better, monkeypatch):
+    """Exporters name it after the model; the optimized weights lie beside the file, after its own name."""
+    onnx.save_model(
+        branches(), tmp_path / "m.onnx", save_as_external_data=True, location="m.onnx.data", size_threshold=16
+    )
+    before = (tmp_path / "m.onnx.data").read_bytes()
+    (tmp_path / "out.onnx.data").write_bytes(b"another's")
+    if not better:
+        monkeypatch.setattr(Sessions, "better", property(lambda self: False))
+    for level in ("all", "extended", "all"):
+        command = ["plan", str(tmp_path / "m.onnx"), "--shape", "n=1", "--optimize", level]
+        assert main([*command, "--write", str(tmp_path / "out.onnx")]) == 0
+        names = {"out.onnx", "m.onnx", "m.onnx.data", "out.onnx.data"}
+        made = {p.name for p in tmp_path.iterdir()} - names
+        assert bool(made) == better
+    assert len(made) <= 2  # one of each kind
+    assert (tmp_path / "m.onnx.data").read_bytes() == before
+    assert (tmp_path / "out.onnx.data").read_bytes() == b"another's"
+    feeds = random_feeds(tmp_path / "m.onnx", {"x": (1, 16, 32, 32)})
+    ran, expected = session(tmp_path / "out.onnx").run(None, feeds), measure(tmp_path / "m.onnx", feeds)
+    assert np.allclose(ran[0], expected.outputs[0], atol=1e-5)

@@ -217,7 +217,8 @@ def _optimized(source: Source, chosen: argparse.Namespace, options: dict[str, An
     held = contextlib.ExitStack()
     atexit.register(held.close)  # weights are read from there as long as the model is
     try:
-        made = optimized(program, held.enter_context(scratch_folder()), chosen.shape, level)
+        folder = held.enter_context(scratch_folder())
+        made = optimized(program, folder, chosen.shape, level, target=Path(chosen.write))
     except TightshipError as error:
         if chosen.optimize is not None:
             raise

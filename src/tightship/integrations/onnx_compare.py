@@ -264,29 +264,55 @@ def write_best(
 ) -> Answer:
     """Write ``program`` as planned where that is no worse than ``original`` in a default session, and the model as it
     was where it is not; ``must``: as planned in any case, which a budget asks for. Raises as `write_model`."""
-    target, portability = Path(path), portable(program.model)[0]
-    tried: dict[str, Sessions] = {}
+    brought: set[Path] = set()
+    answer = None
     try:
-        with part_of(target, ".onnx") as part:
-            for name, given in _WAYS.items():
-                write_model(program, plan, part, given, named=path)
-                try:
-                    inputs = feeds_of(original) if feeds is None else feeds
-                    tried[name] = _again_if_close(original, part, given, inputs)
-                except BadInput as error:
-                    hint = "" if feeds is not None else "; give inputs it can run on with --inputs"
-                    os.replace(part, target)
-                    return Answer(name, given, portability, tried, f"{error}{hint}")
-                if must or tried[name].better:
-                    os.replace(part, target)
-                    return Answer(name, given, portability, tried)
-        bring_data(original.model, target.parent)
-        with part_of(target) as part:
-            shutil.copyfile(original.model.path, part)
-            os.replace(part, target)
-        return Answer("as it was", AS_IT_IS, "any", tried)
+        answer = _best(program, plan, original, Path(path), feeds, must, brought)
     except OSError as error:
         raise unwritable(error, os.fspath(path)) from error
+    finally:
+        if answer is None:  # nothing was written that reads them
+            _remove(brought)
+    return answer
+
+
+def _remove(paths: set[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+    paths.clear()
+
+
+def _best(
+    program: Program,
+    plan: Plan,
+    original: Program,
+    target: Path,
+    feeds: Mapping[str, Any] | None,
+    must: bool,
+    brought: set[Path],
+) -> Answer:
+    """As `write_best`; ``brought``: the files of data that were made beside the file."""
+    portability = portable(program.model)[0]
+    tried: dict[str, Sessions] = {}
+    with part_of(target, ".onnx") as part:
+        for name, given in _WAYS.items():
+            brought.update(write_model(program, plan, part, given, named=target))
+            try:
+                inputs = feeds_of(original) if feeds is None else feeds
+                tried[name] = _again_if_close(original, part, given, inputs)
+            except BadInput as error:
+                hint = "" if feeds is not None else "; give inputs it can run on with --inputs"
+                os.replace(part, target)
+                return Answer(name, given, portability, tried, f"{error}{hint}")
+            if must or tried[name].better:
+                os.replace(part, target)
+                return Answer(name, given, portability, tried)
+    _remove(brought)
+    brought.update(bring_data(original.model, target.parent))
+    with part_of(target) as part:
+        shutil.copyfile(original.model.path, part)
+        os.replace(part, target)
+    return Answer("as it was", AS_IT_IS, "any", tried)
 
 
 def _again_if_close(

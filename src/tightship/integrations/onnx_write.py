@@ -7,6 +7,7 @@ every node is one of the model's own or a copy of one.
 from __future__ import annotations
 
 import filecmp
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +26,16 @@ from tightship.frontends.onnx.wire import fattened, held
 from tightship.plan import Plan, Step
 from tightship.serde import dumps_plan
 
-__all__ = ["KEY_OFFSETS", "KEY_PLAN", "KEY_SESSION", "bring_data", "planned_nodes", "write_model"]
+__all__ = [
+    "KEY_OFFSETS",
+    "KEY_PLAN",
+    "KEY_SESSION",
+    "bring_data",
+    "data_name",
+    "planned_nodes",
+    "rename_data",
+    "write_model",
+]
 
 KEY_PLAN, KEY_OFFSETS, KEY_SESSION = "tightship.plan", "tightship.offsets", "tightship.session"
 _KEYS: Final = (KEY_PLAN, KEY_OFFSETS, KEY_SESSION)
@@ -39,11 +49,11 @@ def write_model(
     session: Mapping[str, Any] | None = None,
     *,
     named: PathLike | None = None,
-) -> None:
+) -> list[Path]:
     """Write the model as the plan has it. Weights are copied from the file it was read from, range by range; external
     data stays where it is when the new file lies in the same folder, otherwise it is copied beside it. The file
     appears complete and checked, or not at all. ``session``: how onnxruntime should run it, kept in the metadata.
-    ``named``: the file that errors name, where it is not yet this one.
+    ``named``: the file that errors name, where it is not yet this one. Returns the files of data that it has made.
 
     Raises ``BadInput`` where it cannot be written, the model's file has changed meanwhile or onnx's checker does not
     accept the new one, ``Unsupported`` for steps other than compute, recompute and free.
@@ -53,12 +63,13 @@ def write_model(
     proto = _rearranged(program, nodes, plan, offsets)
     if session is not None:
         proto.metadata_props.add(key=KEY_SESSION, value=json.dumps(session))
-    bring_data(program.model, target.parent)
+    brought = bring_data(program.model, target.parent)
     try:
         with part_of(target, ".onnx") as part:
             _write_pieces(proto, program.model, part)
             _check(proto, part)
             os.replace(part, target)
+        return brought
     except onnx.checker.ValidationError as error:
         said = " ".join(str(error).split())
         raise BadInput(f"onnx's checker rejects the model: {said}", place=name) from error
@@ -339,24 +350,49 @@ def _rank(proto: Any, program: Program) -> None:
                 x.type.tensor_type.shape.dim.add()
 
 
-def bring_data(model: Model, folder: Path) -> None:
-    """External data beside the new file: the same, or a copy (links the checker refuses); never over another."""
-    source = model.path.parent
+# --- external data ---
+
+
+def bring_data(model: Model, folder: Path) -> list[Path]:
+    """External data beside the new file: the same, or a copy (links the checker refuses); never over another. Returns
+    what was copied."""
+    source, made = model.path.parent, list[Path]()
     if os.path.realpath(source) == os.path.realpath(folder):
-        return
+        return made
     for location in sorted({about["location"] for t in tensors(model.proto) if (about := external(t))}):
         old, new = source / location, folder / location
         try:
             if new.exists():
                 if not filecmp.cmp(old, new, shallow=False):
                     raise BadInput(
-                        f"external data would replace another file, {str(new)!r}", place=str(folder)
+                        f"external data would replace another file, {str(new)!r}; write into another folder",
+                        place=str(folder),
                     )
                 continue
             new.parent.mkdir(parents=True, exist_ok=True)
             with part_of(new) as part:
                 shutil.copyfile(old, part)
                 os.replace(part, new)
+            made.append(new)
         except OSError as error:
             fault = f"cannot write external data {location!r}: {error.strerror or error}"
             raise BadInput(fault, place=str(folder)) from error
+    return made
+
+
+def data_name(target: Path, data: Path) -> str:
+    """A name for ``data`` beside ``target``, after its own: one that is free there, or that of a file like it."""
+    numbered = (f"{target.name}.{k}.data" for k in itertools.count(2))
+    for name in itertools.chain([f"{target.name}.data"], numbered):
+        there = target.with_name(name)
+        if not os.path.lexists(there) or (there.is_file() and filecmp.cmp(data, there, shallow=False)):
+            return name
+    raise AssertionError("numbers do not end")
+
+
+def rename_data(model: Model, data: Path, name: str) -> None:
+    """Another name for a file of a model's external data."""
+    os.replace(data, data.with_name(name))
+    for tensor in tensors(model.proto):
+        if external(tensor).get("location") == data.name:
+            next(e for e in tensor.external_data if e.key == "location").value = name

@@ -24,7 +24,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.files import scratch_folder
 from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, has_sparse, read, tensors
 from tightship.frontends.onnx.lower import HALF, Program, lower
-from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION
+from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION, data_name, rename_data
 
 __all__ = [
     "AS_IT_IS",
@@ -131,20 +131,26 @@ def started(
 
 _PASSES: Final = 4
 """Times that float16 models are optimized at most, until nothing changes: casts are put in last, and then join."""
+_DATA: Final = "weights.data"
 _INLINE: Final = 1 << 30
 """Bytes of a model's weights up to which those of the optimized one are written into its file."""
 
 
-def optimized(program: Program, folder: Path, sizes: Any = None, level: str = "all") -> Program:
+def optimized(
+    program: Program, folder: Path, sizes: Any = None, level: str = "all", *, target: Path | None = None
+) -> Program:
     """What onnxruntime's optimizer makes of a model, written into ``folder`` and read for the same ``sizes``. Nodes
-    that are the same for every run are computed once, others fused or laid out anew.
+    that are the same for every run are computed once, others fused or laid out anew. Data beside it has a name that
+    is free beside the ``target`` to be written, where one is given.
 
     Raises ``BadInput`` where the runtime does not load the model, ``Unsupported`` for sparse weights, and as `lower`.
     """
     model = program.model
     source, found = model.path, None
     for again in range(_PASSES if HALF in program.notes else 1):
-        path = folder / f"{model.path.stem}{'_again' * again}.onnx"
+        within = folder / str(again)  # each with its data, which a session of the one before reads meanwhile
+        within.mkdir()
+        path = within / f"{model.path.stem}.onnx"
         before = found
         found = _optimized(source, path, level, program)
         if before is not None and _kinds(before) == _kinds(found):
@@ -154,6 +160,8 @@ def optimized(program: Program, folder: Path, sizes: Any = None, level: str = "a
     if has_sparse(found.proto):
         fault = "onnxruntime writes its sparse weights as onnx does not allow"
         raise Unsupported(str(model.path), fault, "plan with --optimize none")
+    if target is not None and (data := found.path.with_name(_DATA)).exists():
+        rename_data(found, data, data_name(target, data))
     fixed_weights(found.proto, {i.name for i in model.proto.graph.input})
     meta = program.graph.meta
     notes = (
@@ -174,9 +182,7 @@ def _optimized(source: Path, path: Path, level: str, program: Program) -> Model:
     options.log_severity_level = 4
     options.optimized_model_filepath = os.fspath(path)
     if program.graph.static_bytes > _INLINE or any(external(t) for t in tensors(model.proto)):
-        options.add_session_config_entry(
-            "session.optimized_model_external_initializers_file_name", path.name + ".data"
-        )
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _DATA)
         options.add_session_config_entry(
             "session.optimized_model_external_initializers_min_size_in_bytes", "1024"
         )
