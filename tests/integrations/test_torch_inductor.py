@@ -1257,6 +1257,42 @@ def test_a_backward_pass_does_not_read_what_the_forward_pass_has_overwritten(sha
     assert len(found) == 4
 
 
+class Attention(nn.Module):
+    """Attention that drops, with a norm in front of what follows: both passes normalize alike, so that PyTorch's
+    partitions, of which equal nodes are one, have the backward pass read what the forward pass has normalized."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.take, self.norm = heads, nn.Linear(width, 3 * width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.take(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        x = mixed.transpose(1, 2).flatten(-2) + x
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def test_a_partition_that_would_draw_twice_is_put_right_where_pytorch_merges_equal_nodes():
+    """What such a partition saves is named after the nodes that are left of equal ones."""
+    pairs = []
+
+    def cut(joint, given, outputs, static, _lower):
+        for share in (0.7, 0.5, 0.3, 0.1, 0.0):
+            pairs.append(compat_inductor.stock_pair(joint, given, outputs, static, share))
+        raise compat_inductor.Stopped
+
+    def backend(gm, inputs):
+        compat_inductor.compile_graph(gm, inputs, partition=cut, finished=lambda _k, _l, call: call)
+
+    with pytest.raises(compat_inductor.Stopped):
+        torch.compile(Attention(), backend=backend)(torch.randn(4, 32, 32))
+    for pair in pairs:
+        assert any(compat_inductor_partitions.draws(n) for n in pair.forward.graph.nodes)
+        assert not any(compat_inductor_partitions.draws(n) for n in pair.backward.graph.nodes)
+
+
 @pytest.mark.slow
 def test_gradients_are_right_where_inputs_are_overwritten():
     call = compiled(model := Overwriting(), budget="88%")

@@ -131,7 +131,9 @@ _LEANED_ON: Final = {
     ),
     "torch._functorch.config": (
         "activation_memory_budget", "force_non_lazy_backward_lowering", "enable_autograd_cache", "donated_buffer",
+        "cse",
     ),
+    "torch._functorch.compile_utils": ("fx_graph_cse",),
     "torch._functorch._aot_autograd.graph_compile": ("collect_fw_donated_buffer_idxs",),
     "torch._functorch._aot_autograd.descriptors": ("InputMutationAOTOutput",),
     "torch._guards": ("TracingContext.try_get",),

@@ -160,7 +160,20 @@ def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[i
     except (
         Unsupported
     ):  # below a budget of 1 it draws dropout's seeds, and reads overwritten inputs, in the backward pass
-        return extract(joint, outputs, pair.saved)
+        return extract(_merged(joint), outputs, pair.saved)
+
+
+def _merged(joint: GraphModule) -> GraphModule:
+    """The joint graph as PyTorch partitions it: without dead nodes, and equal ones are one. What it saves is named
+    after those: one that both passes compute alike is read by the backward pass, too."""
+    from torch._functorch import compile_utils, config
+
+    merged = copied(joint)
+    merged.graph.eliminate_dead_code()
+    if config.cse:
+        merged.graph = compile_utils.fx_graph_cse(merged.graph)
+    merged.recompile()
+    return merged
 
 
 @contextmanager
