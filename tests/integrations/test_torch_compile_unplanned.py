@@ -129,6 +129,16 @@ def test_a_module_of_torch_s_that_is_called_outside_of_all_graphs_is_said():
     assert compiled_plans(call) or said
 
 
+def test_a_module_of_torch_s_that_compiles_itself_says_which_call_compiles_all_of_it():
+    model = deep(dropout=0.0)
+    model.compile(backend="tightship", options=SHORT)
+    with pytest.warns(Fallback, match=r"torch\.compile\(module, …\) of this one compiles all of it"):
+        model(torch.randn(8, 16))
+    torch._dynamo.reset()
+    call, said = run(deep(dropout=0.0))
+    assert len(compiled_plans(call)) == 1 and not said
+
+
 def test_a_recurrent_model_says_which_function_and_why():
     call, (text,) = run(Recurrent(), budget="1KiB")
     assert "forward (test_torch_compile_unplanned.py:" in text and "RNN, GRU, or LSTM" in text

@@ -418,7 +418,8 @@ def _first_line(text: str) -> str:
 
 
 _LEFT: Final = (
-    "Dynamo leaves torch's own modules to their caller, which is not compiled: compile this one itself"
+    "Dynamo leaves torch's own modules to their caller, which is not compiled: torch.compile(module, …) of this one "
+    "compiles all of it, which module.compile(…) does not"
 )
 
 Skipped = Callable[[Any, dict[str, Any] | None, str, str, bool], object]
