@@ -161,6 +161,17 @@ def test_an_op_that_fails_on_one_rank_ends_the_step_on_all(rows: Rows) -> None:
             assert error["seconds"] < 5
 
 
+def test_a_program_for_several_ranks_trains_on_one_as_in_eager() -> None:
+    (row,) = run("one", ranks=1, ends=(0,))["one"]
+    for how in ("in DDP", "replicated", "sharded"):
+        assert row[how]["losses"] == row["eager"]["losses"]
+        assert row[how]["digest"] == row["eager"]["digest"]
+    for how in ("replicated", "sharded"):
+        assert row[how]["measure"]["measured_peak"] == row[how]["measure"]["planned_peak"]
+    assert row["placed"]["type"] == "Unsupported"
+    assert "DataParallel(shard=True)" in row["placed"]["text"]
+
+
 def test_a_killed_rank_ends_the_step_on_all() -> None:
     (row,) = run("killed", ends=(0, 9))["killed"]
     assert row["type"] == "PeerFailed"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -431,6 +432,21 @@ def failing_op() -> Any:
     step((good, y))
     error = caught(lambda: step((bad if dist.get_rank() == 1 else good, y)))
     return {"error": error, "later": caught(lambda: step((good, y)))}
+
+
+def one() -> Any:
+    """A program for several ranks, started on one."""
+    m = model()
+    ddp = torch.nn.parallel.DistributedDataParallel(m)
+    step = tightship.fit(ddp, loss_of, adamw(ddp), batches()[0], "static+60%")
+    losses = [step(b).item() for b in batches()]
+    return {
+        "eager": eager(),
+        "in DDP": {"losses": losses, "digest": digest([*m.parameters(), *m.buffers()])},
+        "replicated": planned("static+60%", shard=False),
+        "sharded": planned("static+60%", shard=True),
+        "placed": caught(lambda: tightship.fit(fully_shard(model()), loss_of, None, batches()[0])),
+    }
 
 
 def killed() -> Any:

@@ -89,7 +89,7 @@ def check_together(
     def check() -> tuple[torch.nn.Module, DataParallel | None]:
         if parallel is not None and not isinstance(parallel, DataParallel):
             raise BadInput("parallel= is no tightship.DataParallel", type(parallel).__name__, "fit")
-        module, how = _as_torch_has_it(model, parallel) if ranks is not None else (model, parallel)
+        module, how = (_as_torch_has_it if ranks is not None else _as_one_has_it)(model, parallel)
         check_model(module, hooks=True, shards=ranks is not None)
         _check(ranks, how, settings, loop, optimizer)
         return module, how
@@ -144,6 +144,14 @@ def _as_torch_has_it(
         placed = isinstance(next(iter(done.values())), Placed)
         return model, _TensorParallel() if placed else DataParallel(shard=True, buffers=False)
     return model, parallel
+
+
+def _as_one_has_it(model: Any, parallel: DataParallel | None) -> tuple[Any, DataParallel | None]:
+    """A program for several ranks that torchrun has started on one trains as on one."""
+    if not compat_distributed.alone():
+        return model, parallel
+    in_ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    return _from_ddp(model, parallel)[0] if in_ddp else model, None
 
 
 def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module, DataParallel]:

@@ -21,6 +21,12 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
+def alone() -> bool:
+    """Whether torch.distributed is initialized, with one rank."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_world_size() == 1
+
+
 def imagined_ranks() -> bool:
     """Whether there are other ranks by name alone, so that nothing is sent."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
