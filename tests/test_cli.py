@@ -509,6 +509,7 @@ def test_another_packages_planner_that_cannot_be_loaded_is_reported(there, capsy
     (["--version"], ("numpy", "rich", "msgspec", "tightship.api")),
     (["--help"], ("numpy", "rich", "msgspec", "tightship.api", "importlib.metadata")),
     (["verify", "missing.json"], ("torch", "onnx", "jax", "tightship.hlo.remat.search", "importlib.metadata")),
+    (["planners"], ("torch", "onnx", "jax", "tightship.report.text", "tightship.report.numbers")),
 ])  # fmt: skip
 def test_a_command_imports_what_it_needs(given, without):
     code = (
@@ -518,9 +519,22 @@ def test_a_command_imports_what_it_needs(given, without):
     assert not {*without} & {*done.stderr.split()}
 
 
+def test_the_reference_evaluator_is_imported_where_something_is_worked_out(there):
+    onnx = pytest.importorskip("onnx")
+    x, y = (onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [2, 3]) for n in "xy")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)]), "m.onnx")
+    code = (
+        "import sys; from tightship import cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    )
+    given = ["plan", "m.onnx"]
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True)
+    assert not {"onnx.reference", "torch"} & {*done.stderr.split()}
+
+
 @pytest.mark.parametrize(("given", "most"), [
     (["--version"], 8), (["--help"], 8), (["verify", "plan.json"], 32), (["pack", "problem.csv"], 40),
-    (["verify", "packed.csv"], 40), (["plan", "graph.json", "--budget", "80%"], 90),
+    (["verify", "packed.csv"], 40), (["plan", "graph.json", "--budget", "80%"], 91),
 ])  # fmt: skip
 def test_a_short_command_imports_few_modules(there, given, most):
     """What a command costs is mostly what it imports, and modules can be counted on a busy machine."""

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from tightship.analysis.bounds import Moment, Priced, Relaxation, relaxation, single_moments
 from tightship.analysis.order import Mask, reached
-from tightship.graph import Graph
+from tightship.graph import Graph, distinct
 from tightship.options import NEVER, Deadline
 from tightship.simulate import unplanned
 
@@ -328,7 +328,7 @@ class _Path:
 def _rounded(nbytes: Ints, room: int) -> Iterator[tuple[Ints, int]]:
     """Bytes of the largest storages alone, and the room that these can fill: whole ones come to multiples of what
     divides all of them (Gomory 1958)."""
-    sizes = np.unique(nbytes[nbytes > 0])[::-1]
+    sizes = distinct(nbytes[nbytes > 0])[::-1]
     for n, least in enumerate(sizes[:_SIZES].tolist(), 1):
         unit = int(np.gcd.reduce(sizes[:n]))
         if room % unit:

@@ -89,7 +89,7 @@ def verify(chosen: argparse.Namespace, out: Output) -> int:
 
 def planners(chosen: argparse.Namespace, out: Output) -> int:
     from tightship.planners import planners as every_planner
-    from tightship.report.text import new_table
+    from tightship.report.tables import new_table
 
     rows, table = [], new_table(("planner", 14, None), ("decides", 10, None), ("how", 10, None))
     for name, info in every_planner().items():

@@ -12,7 +12,7 @@ from tightship.diagnose.decisions import Alternative, Difference, Differences, W
 from tightship.plan import Plan
 from tightship.report.numbers import NUMBERS, shown, summary
 from tightship.report.pages import Fact, cut, page_of, table
-from tightship.report.text import new_table
+from tightship.report.tables import new_table
 from tightship.units import format_bytes, format_seconds
 
 __all__ = ["difference_page", "difference_rows", "difference_tables", "why_tables"]

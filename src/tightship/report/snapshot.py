@@ -11,7 +11,8 @@ from rich.console import RenderableType
 from tightship.diagnose.snapshot import DeviceReport, Failure, PinningStack, Saving
 from tightship.report.numbers import Column
 from tightship.report.pages import Fact, Section, cut, page_of, table
-from tightship.report.text import Chart, new_table
+from tightship.report.tables import new_table
+from tightship.report.text import Chart
 from tightship.units import format_bytes, format_seconds
 
 __all__ = ["snapshot_page", "snapshot_rows", "snapshot_tables"]

@@ -34,11 +34,12 @@ from tightship.report.numbers import (
     shown,
     slots,
 )  # fmt: skip
+from tightship.report.tables import new_table
 from tightship.simulate import Timeline, baseline, replay
-from tightship.units import NARROW, format_bytes, format_seconds, percent, visible
+from tightship.units import NARROW, format_bytes, format_seconds, percent
 
 __all__ = [
-    "Chart", "Fitting", "batch_table", "change_lines", "describe", "frontier_tables", "module_tables", "new_table",
+    "Chart", "Fitting", "batch_table", "change_lines", "describe", "frontier_tables", "module_tables",
     "peak_lines", "peak_tables", "plan_chart", "remedy_table", "rendered", "share_table", "share_tables",
 ]  # fmt: skip
 
@@ -50,25 +51,6 @@ def rendered(items: Sequence[RenderableType], width: int = 100) -> str:
     for item in items:
         console.print(item, markup=False) if isinstance(item, str) else console.print(item)
     return out.getvalue()
-
-
-class _Cells(Table):
-    """A table of texts that are what they are: no name is markup, or begins a line of its own."""
-
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        shown = (Text(visible(c).replace("\n", "<U+000A>")) if isinstance(c, str) else c for c in cells)
-        super().add_row(*shown, **options)
-
-
-def new_table(*columns: str | tuple[str, int, int | None]) -> Table:
-    """An empty table: columns of text are (heading, least width, most width), those of numbers a heading alone."""
-    table = _Cells(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        if isinstance(column, str):
-            table.add_column(column, justify="right", no_wrap=True)
-        else:
-            table.add_column(column[0], overflow="fold", min_width=column[1], max_width=column[2])
-    return table
 
 
 # --- modules ---

@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 import onnx
 from onnx import shape_inference
-from onnx.reference import ReferenceEvaluator
 
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.files import unreadable
@@ -532,6 +531,8 @@ def evaluated(
         return None
     if node.op_type == "Range" and not _few(*(inputs[n] for n in node.input)):
         return None
+    from onnx.reference import ReferenceEvaluator  # half as long to import as the rest of onnx
+
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
