@@ -4,6 +4,7 @@ the other leaves, and gradients that are in the way are made late."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +14,7 @@ from tightship.errors import Infeasible
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.options import NEVER
 from tightship.planners import default, run
-from tightship.planners.turns import joined, turns, ways
+from tightship.planners.turns import joined, splits, turns, ways
 from tightship.simulate import baseline, replay
 from tightship.verify import check
 
@@ -118,3 +119,72 @@ def test_a_plan_in_turns_is_an_answer_and_is_not_refused_later() -> None:
     except Infeasible as no:
         found = no.best_peak
     assert default.plan(graph, found, o).peak <= found
+
+
+def behind(layers: int, front: int = 4_096, weight: int = 1_024, small: int = 512) -> Graph:
+    """A step whose first op, which takes long, makes much; what layers behind it read is small; the gradients of
+    their weights take as much as what these are made of. The gradient of the first op comes last, and needs what
+    that made."""
+    ops, storages = list[Op](), [Storage("x", 64, "input")]
+
+    def run(name: str, reads: tuple[int, ...], size: int, time: float, phase: str = "forward") -> int:
+        made = len(storages)
+        storages.append(Storage(name, size))
+        ops.append(Op(name, name, reads, (made,), phase=phase, time=time))
+        return made
+
+    made = run("front", (0,), front, 50.0)
+    stream = [run("down", (made,), small, 1.0)]
+    for k in range(layers):
+        stream.append(run(f"layer{k}", (stream[-1],), small, 1.0))
+    slope, results = run("loss", (stream[-1],), small, 1.0, "backward"), list[int]()
+    for k in reversed(range(layers)):
+        results.append(run(f"weight{k}", (stream[k], slope), weight, 1.0, "backward"))
+        slope = run(f"slope{k}", (stream[k], slope), small, 1.0, "backward")
+    up = run("up", (slope,), front, 1.0, "backward")
+    results.append(run("first", (made, up), 64, 1.0, "backward"))
+    values = tuple(Value(s.name, i) for i, s in enumerate(storages))
+    return Graph(tuple(ops), values, tuple(storages), (0,), tuple(results))
+
+
+def test_of_what_saves_as_much_what_runs_least_again_is_carried() -> None:
+    graph = behind(6)
+    relaxed, line = Relaxation(graph, redraw=False), replay(graph, baseline(graph))
+    rows = splits(graph, relaxed, line, NEVER)
+    assert rows and all(a.again < b.again and a.saved < b.saved for a, b in pairwise(rows))
+    for row in rows:
+        pair = turns(graph, row.late, relaxed.again, row.carried)
+        assert pair is not None
+        assert row.saved == sum(graph.storages[s].size for s in row.late) - sum(
+            graph.storages[s].size for s in row.carried
+        )
+        twice = sum(graph.ops[k].time for k in set(pair[0].ops).intersection(pair[1].ops))
+        assert twice <= row.again
+    assert any(row.again < 50.0 and row.saved > 4 * 1_024 for row in rows)  # without the first op
+
+
+@pytest.mark.parametrize("less", [4, 5])
+def test_a_turn_leaves_what_takes_long_for_the_other_one(less: int) -> None:
+    graph = behind(6)
+    line = replay(graph, baseline(graph))
+    budget = line.peak - less * 1_024
+    found = default.plan(graph, budget, default.Options(place=False, hand_out=False, work=20_000_000))
+    check(graph, found)
+    assert found.peak <= budget
+    assert found.time < line.time + 50.0  # nothing that is large is made twice
+
+
+def test_carried_storages_of_any_graph_make_a_plan_of_it() -> None:
+    tried = 0
+    for seed in range(300):
+        graph = random_graph(seed, 6 + seed % 20, calls=0.0, updates=0.2)
+        relaxed = Relaxation(graph, redraw=False)
+        for row in splits(graph, relaxed, replay(graph, baseline(graph)), NEVER):
+            pair = turns(graph, row.late, relaxed.again, row.carried)
+            if pair is None:
+                continue
+            steps = joined(graph, pair, [baseline(turn.graph) for turn in pair])
+            made = run.decision_plan(graph, steps, replay(graph, steps))
+            check(graph, made)
+            tried += 1
+    assert tried > 100

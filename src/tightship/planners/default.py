@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice, pairwise
@@ -40,7 +40,7 @@ from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
 from tightship.planners.shave import shaved
-from tightship.planners.turns import Turn, joined, ways
+from tightship.planners.turns import Turn, joined, splits, turns, ways
 from tightship.simulate import Timeline, replay, unplanned
 from tightship.units import Budget, resolve_budget
 from tightship.verify import check
@@ -84,6 +84,10 @@ _FAR = 0.01
 _WAYS, _TURNS, _PART = 16, 3, 4
 """How many ways to make results in two turns get a short search for the second turn, how many of them one for both,
 and by what the work for each turn is divided."""
+_FAR_OFF, _PROBES, _NARROWED, _FASTEST, _FITTED = 0.03, 5, 2, 2, 3
+"""Where the fastest plan is above the least time by more than this part of it, two turns may be faster: how many of
+the ways to divide a step are looked at first, how often the two beside the best one so far are, too, how many get a
+search, and how often that is for less bytes as their places take more."""
 _AGAIN = 4
 """How often the runs of what was found are put into another order."""
 _PARTS = 64
@@ -479,6 +483,7 @@ class _Search:
                 self._named_orders(tried, progress, clock)
         self._in_turns(clock)
         self._rearranged(clock)
+        self._faster_in_turns(clock)
 
     def _named_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         for name in _ORDERS:
@@ -497,11 +502,7 @@ class _Search:
         """Where nothing fits, make some results late, in a turn of their own: first those that promise the least peak
         by what was seen of the ones before."""
         assert self.budget is not None
-        fits = self.reached.within(self.budget) is not None
-        apart = (
-            self.whole and set(self.problem.means) == {"recompute"} and _REDRAW not in _means(self.options)
-        )
-        if fits or not apart or len(self.graph.ops) > _LARGE:
+        if self.reached.within(self.budget) is not None or not self._divides():
             return
         relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
         start = self.reached.plans[0].found.timeline
@@ -518,6 +519,68 @@ class _Search:
             if fits or peak >= self.reached.plans[0].found.timeline.peak or self._ends(clock):
                 return
             self._take_turns(pair, clock)
+
+    def _divides(self) -> bool:
+        """Whether two turns are worth a look."""
+        only = set(self.problem.means) == {"recompute"} and _REDRAW not in _means(self.options)
+        return self.whole and only and len(self.graph.ops) <= _LARGE
+
+    def _faster_in_turns(self, clock: _Clock) -> None:
+        """Where what fits is far above the least time, make some results late, in a turn of their own: of the ways
+        that take the least time for the bytes they save, the fastest by what a first look says of the rest."""
+        assert self.budget is not None
+        best = self.reached.within(self.budget)
+        if best is None or not self._divides() or self._ends(clock):
+            return
+        if best.found.timeline.time <= self.time_bound + _FAR_OFF * self.before.time:
+            return
+        relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
+        rows = splits(self.graph, relaxed, self.before, clock.search)
+        spare = best.found.timeline.time - self.before.time
+        rows = [row for row in rows if row.again < spare]
+        looked: dict[int, tuple[float, tuple[Turn, Turn] | None]] = {}
+
+        def look(at: Iterable[int]) -> None:
+            for k in at:
+                if k not in looked and not self._ends(clock):
+                    pair = turns(self.graph, rows[k].late, relaxed.again, rows[k].carried)
+                    least = min((extra for extra, _ in looked.values()), default=spare)
+                    looked[k] = self._promised(pair, least, clock), pair
+
+        look(len(rows) * i // _PROBES for i in range(_PROBES) if rows)
+        for _ in range(_NARROWED):
+            at, known = min(looked, key=lambda k: (looked[k][0], -k), default=0), sorted(looked)
+            near = [k for k in known if k < at][-1:], [k for k in known if k > at][:1] or [len(rows)]
+            look((at + k) // 2 for side in near for k in side if rows)
+        for extra, k in sorted((extra, k) for k, (extra, _) in looked.items())[:_FASTEST]:
+            pair = looked[k][1]
+            if pair is not None and extra < spare and not self._ends(clock):
+                self._take_faster(pair, clock)
+
+    def _promised(self, pair: tuple[Turn, Turn] | None, least: float, clock: _Clock) -> float:
+        """Seconds beyond each op once that a first look finds for two turns; endless where that is not less than
+        ``least``."""
+        if pair is None:
+            return math.inf
+        extra = float(self.graph.columns.time[sorted(set(pair[0].ops).intersection(pair[1].ops))].sum())
+        for turn in reversed(pair):
+            extra += self._glance(turn, clock) if extra < least else math.inf
+        return extra
+
+    def _take_faster(self, pair: tuple[Turn, Turn], clock: _Clock) -> None:
+        """Offer the fastest plan of two turns that has places within the budget."""
+        assert self.budget is not None
+        short = 0
+        for _ in range(_FITTED):
+            found = list[run.Evicted]()
+            for turn in reversed(pair):
+                found.insert(0, self._turn(turn, clock, self.options.work // _PART, short))
+                if found[0].timeline.peak + turn.beside > self.budget - short or self._ends(clock):
+                    return
+            made = self._offer(replay(self.graph, joined(self.graph, pair, [x.steps for x in found])), clock)
+            if made.needs <= self.budget:
+                return
+            short += made.needs - self.budget
 
     def _take_turns(self, pair: tuple[Turn, Turn], clock: _Clock) -> None:
         """Offer the best plan of two turns, if it takes less than all before."""
@@ -546,30 +609,45 @@ class _Search:
         if line is not least.timeline:
             self._offer(line, clock)
 
-    def _offer(self, line: Timeline, clock: _Clock) -> None:
+    def _offer(self, line: Timeline, clock: _Clock) -> floor.Placed:
         """Keep such steps of the graph, if nothing beats them."""
         assert self.budget is not None
         extra = max(0.0, line.time - self.before.time)
         decision = Decision(
             self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=line.steps
         )
-        made = run.Evicted(decision, line.steps, line)
-        self.reached.offer(self.placement.lay(made, clock.deadline.part(_PLACES), self.budget))
+        found = run.Evicted(decision, line.steps, line)
+        made = self.placement.lay(found, clock.deadline.part(_PLACES), self.budget)
+        self.reached.offer(made)
+        return made
 
-    def _turn(self, turn: Turn, clock: _Clock, work: int) -> run.Evicted:
-        """The fastest plan found for one turn within the budget, or that of the least peak."""
+    def _turn(self, turn: Turn, clock: _Clock, work: int, short: int = 0) -> run.Evicted:
+        """The fastest plan found for one turn within the budget (less what is ``short``), or that of the least
+        peak."""
+        search = self._of_turn(turn, clock, work, self.deadline, short)
+        assert search.budget is not None
+        with suppress(Infeasible):
+            search.fit(None, clock)
+        self.interrupted |= search.interrupted
+        return (search.reached.within(search.budget) or search.reached.plans[0]).found
+
+    def _of_turn(self, turn: Turn, clock: _Clock, work: int, deadline: Deadline, short: int = 0) -> _Search:
+        """The search for one turn, whose bounds have to be there by the ``deadline``."""
         assert self.budget is not None
         graph, o = turn.graph, replace(self.options, place=False, work=work)
         before = unplanned(graph)
         order = order_of(graph, o, before.peak, clock.search.part(_PREPARED))
         problem = replace(problem_of(graph, order, o), in_place=self.problem.in_place)
-        bound = lower_bound(graph, redraw=False, in_place=problem.in_place, deadline=self.deadline)
-        budget = max(self.budget - turn.beside, int(bound))
-        search = _Search(graph, problem, o, before, budget, self.deadline, whole=False)
-        with suppress(Infeasible):
-            search.fit(None, clock)
+        bound = lower_bound(graph, redraw=False, in_place=problem.in_place, deadline=deadline)
+        budget = max(self.budget - short - turn.beside, int(bound))
+        return _Search(graph, problem, o, before, budget, deadline, whole=False)
+
+    def _glance(self, turn: Turn, clock: _Clock) -> float:
+        """Seconds of recomputation that a first look finds for a turn; endless where it meets nothing."""
+        search = self._of_turn(turn, clock, _LOOK, Deadline(0.0))
+        found = search._look(search.problem, None, clock)
         self.interrupted |= search.interrupted
-        return (search.reached.within(budget) or search.reached.plans[0]).found
+        return found.timeline.time - search.before.time if found.decision.met else math.inf
 
     def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""
