@@ -111,7 +111,7 @@ def test_a_deadline_may_end_it_anywhere() -> None:
     graph = uneven(2)
     limit = limit_of(graph, 0.4)
     line = replay(graph, default.plan(graph, limit, default.Options(place=False, hand_out=False)).steps)
-    known, best, reached = chain_bound(graph, limit), 0.0, set()
+    known, reached = chain_bound(graph, limit), set()
     for most in range(400):
         deadline = AfterLooks(most=most)
         found = linked_bound(graph, limit, line, known, deadline=deadline)
