@@ -82,6 +82,21 @@ def test_torchs_checkpoints_go_from_eager_to_planned_steps_and_back(rows: Rows) 
         assert all(other == first for other in others)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_checkpoints_are_loaded_by_other_numbers_of_ranks(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHECKPOINTS", str(tmp_path))
+    saved = run("saved_for_others", worker="torch_worker.py")["saved_for_others"][0]
+    loaded = run("loaded_by_others", ranks=ranks, ends=(0,) * ranks, worker="torch_worker.py")
+    first = loaded["loaded_by_others"][0]
+    assert len(first) == (2 if ranks > 1 else 1)
+    for how, (digest, loss) in first.items():
+        assert digest == saved[how] != ""
+        assert loss == loss
+
+
 def test_a_model_is_taken_again_after_a_budget_that_nothing_meets(rows: Rows) -> None:
     for row, other in zip(rows["after_infeasible"], rows["fully_sharded"], strict=True):
         assert row["no"]["type"] == "Infeasible"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import warnings
@@ -247,6 +248,46 @@ def checkpoints(make: Any = model, wrap: Any = sharded, given: Any = None, loss_
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
+    return rows
+
+
+def at_this_size(how: str) -> tuple[Any, Any, Any]:
+    m = sharded(model()) if how == "fully_shard" else model()
+    o = adamw(m)
+    parallel = None if how == "fully_shard" else tightship.DataParallel(shard=True)
+    return m, o, tightship.fit(m, loss_of, o, batches()[0], "static+60%", parallel=parallel)
+
+
+def kept(m: Any, o: Any) -> str:
+    """Of parameters and what the optimizer holds for them, whole."""
+    whole = dcp.StateDictOptions(full_state_dict=True)
+    state = dcp.get_optimizer_state_dict(m, o, options=whole)["state"]
+    own = dcp.get_model_state_dict(m, options=whole)
+    names = [n for n, _ in model().named_parameters()]
+    rows = [own.get(n) for n in names], [x for n in names for x in state.get(n, {}).values()]
+    return digest([t for row in rows for t in row]) if dist.get_rank() == 0 else ""
+
+
+def saved_for_others() -> Any:
+    rows = {}
+    for how in ("shard", "fully_shard"):
+        m, o, step = at_this_size(how)
+        for b in batches():
+            step(b)
+        checkpoint.save(step.state_dict(), checkpoint_id=f"{os.environ['CHECKPOINTS']}/{how}")
+        rows[how] = kept(m, o)
+    return rows
+
+
+def loaded_by_others() -> Any:
+    """On another number of ranks, by a step and by torch's own functions."""
+    rows = {}
+    for how in ("shard", "fully_shard") if dist.get_world_size() > 1 else ("shard",):
+        m, o, step = at_this_size(how)
+        state = step.state_dict()
+        checkpoint.load(state, checkpoint_id=f"{os.environ['CHECKPOINTS']}/{how}")
+        step.load_state_dict(state)
+        rows[how] = [kept(m, o), step(batches()[0]).item()]
     return rows
 
 
