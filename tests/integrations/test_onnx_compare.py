@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -426,3 +428,21 @@ def test_data_beside_the_model_stays_what_it_is(tmp_path, better, monkeypatch):
     feeds = random_feeds(tmp_path / "m.onnx", {"x": (1, 16, 32, 32)})
     ran, expected = session(tmp_path / "out.onnx").run(None, feeds), measure(tmp_path / "m.onnx", feeds)
     assert np.allclose(ran[0], expected.outputs[0], atol=1e-5)
+
+
+def test_the_model_is_gone_before_its_session_takes_memory(tmp_path, monkeypatch):
+    from tightship.integrations import onnxruntime as module
+
+    class Props(list):
+        """As what protobuf hands out, it keeps the whole model."""
+
+    read_from = []
+
+    def reads(path, *, convert):
+        props = Props(read(path, convert=convert).proto.metadata_props)
+        read_from.append(weakref.ref(props))
+        return SimpleNamespace(proto=SimpleNamespace(metadata_props=props))
+
+    monkeypatch.setattr(module, "read", reads)
+    monkeypatch.setattr(module, "started", lambda *_args, **_options: read_from[0]() is None)
+    assert session(saved(tmp_path, branches()))

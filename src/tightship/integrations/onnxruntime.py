@@ -98,16 +98,25 @@ def session(path: str | os.PathLike[str], providers: Sequence[Any] = ("CPUExecut
 
     Raises ``BadInput`` for a file that onnxruntime does not load.
     """
-    said = read(path, convert=False).proto.metadata_props
-    found = next((e.value for e in said if e.key == KEY_SESSION), None)
-    planned = found is not None or any(e.key == KEY_PLAN for e in said)
+    found = _kept(path)
     try:
-        given = json.loads(found) if found is not None else PLANNED if planned else AS_IT_IS
+        given = AS_IT_IS if found is None else json.loads(found)
         options = session_options(**{k: given[k] for k in AS_IT_IS})
     except (ValueError, KeyError, TypeError) as error:
         fault = f"its metadata {KEY_SESSION!r} is not what `tightship plan --write` writes"
         raise BadInput(fault, place=os.fspath(path)) from error
     return started(path, options, merge=not given["keep_order"], providers=providers)
+
+
+def _kept(path: str | os.PathLike[str]) -> str | None:
+    """How a planned file's session should run; None for any other file. The model, plan and all, is gone again before
+    a session takes memory of its own."""
+    props = {
+        e.key: e.value
+        for e in read(path, convert=False).proto.metadata_props
+        if e.key in (KEY_SESSION, KEY_PLAN)
+    }
+    return props.get(KEY_SESSION, json.dumps(dict(PLANNED))) if props else None
 
 
 def started(
