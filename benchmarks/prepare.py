@@ -30,7 +30,7 @@ import torch
 import tightship
 from tightship.demo import models
 from tightship.execute import allocator, cache, prepared
-from tightship.planners import default
+from tightship.planners import default, search
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "examples" / "loops"
 WITHIN = "static+90%"
@@ -39,11 +39,11 @@ BEGIN, END = "<!-- begin: benchmarks/prepare.py -->", "<!-- end: benchmarks/prep
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("measure", prepared, "profile"),
     ("order", default, "order_of"),
-    ("bound", default, "least_time"),
-    ("bound", default, "lower_bound"),
-    ("search", default._Search, "fit"),
-    ("place", default.floor.Placement, "lay"),
-    ("verify", default, "check"),
+    ("bound", search, "least_time"),
+    ("bound", search, "lower_bound"),
+    ("search", search.Search, "fit"),
+    ("place", search.floor.Placement, "lay"),
+    ("verify", search, "check"),
     ("verify", cache, "check"),
     ("verify", prepared, "check"),
 )

@@ -15,7 +15,7 @@ from support.strategies import random_graph
 from tightship import simulate
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
-from tightship.planners import default
+from tightship.planners import search
 from tightship.planners.ahead import COPIES, STREAM, begun_ahead
 from tightship.planners.default import Options, plan
 from tightship.planners.layout import lay_out
@@ -100,7 +100,7 @@ def test_a_plan_follows_from_work_and_not_from_how_fast_a_machine_is(
     for slower in (1.0, 1e6):  # from where the first gathers are begun ahead on
         graph, clock = there_and_back(seed), Clock()
         monkeypatch.setattr(time, "perf_counter", clock)
-        monkeypatch.setattr(default, "begun_ahead", clock.runs(slower, begun_ahead))
+        monkeypatch.setattr(search, "begun_ahead", clock.runs(slower, begun_ahead))
         extra = int((replay(graph, baseline(graph)).peak - graph.static_bytes) * 0.4)
         row = plan(graph, graph.static_bytes + extra, replace(QUICK, work=20_000, seconds=1e9, place=False))
         made.append((row.steps, row.residences))

@@ -19,7 +19,7 @@ from tightship.analysis.order import is_legal
 from tightship.errors import Infeasible
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.options import NEVER
-from tightship.planners import default, floor, run
+from tightship.planners import default, floor, run, search
 from tightship.planners.default import Options, plan
 from tightship.planners.evict.lowering import divided, divisible, undivided
 from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem
@@ -209,7 +209,7 @@ def test_where_nothing_fits_the_least_plan_is_rearranged(monkeypatch: pytest.Mon
     graph, o = random_graph(3, 24, updates=0.1), replace(QUICK, place=False, work=20_000)
     budget = int(lower_bound(graph))
     assert plan(graph, budget, o).peak <= budget
-    monkeypatch.setattr(default._Search, "_rearranged", lambda *args: None)
+    monkeypatch.setattr(search.Search, "_rearranged", lambda *args: None)
     with pytest.raises(Infeasible):
         plan(graph.with_ops(graph.ops), budget, o)  # nothing was reached for it
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from support.chains import chain
-from tightship.planners import default
+from tightship.planners import search
 from tightship.planners.default import Interrupted, Options, plan
 from tightship.verify import verify
 
@@ -44,8 +44,8 @@ def test_without_a_plan_that_fits_there_is_none_to_give_back(monkeypatch: pytest
         problem.archive.stopped = True
         return problem.cost(problem.nothing(), limit)
 
-    info = default.planner("anneal", "evict")
-    monkeypatch.setattr(default, "planner", lambda *_: _With(info, interrupted))
+    info = search.planner("anneal", "evict")
+    monkeypatch.setattr(search, "planner", lambda *_: _With(info, interrupted))
     with pytest.raises(KeyboardInterrupt) as end:
         plan(chain(60), "30%", Options(order="given"))
     assert not isinstance(end.value, Interrupted)

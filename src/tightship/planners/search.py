@@ -1,0 +1,777 @@
+"""The search of the default planner for one budget: evictions in several orders, in parts and turns, with places."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice, pairwise
+
+from tightship.analysis.bounds import lower_bound, relaxation
+from tightship.analysis.linked_moments import linked_bound
+from tightship.analysis.order import is_legal
+from tightship.diagnose.advice import advice
+from tightship.errors import Infeasible, VerificationFailed
+from tightship.graph import Graph
+from tightship.options import NEVER, Deadline
+from tightship.plan import Plan, Step
+from tightship.planners import floor, planner, run
+from tightship.planners.ahead import begun_ahead, largest_gather, runs_beside
+from tightship.planners.asked import (
+    REDRAW,
+    Options,
+    allowed,
+    least_time,
+    means_of,
+    order_of,
+    problem_of,
+    ways_of,
+)
+from tightship.planners.evict import ladder
+from tightship.planners.evict.lowering import divided, divisible
+from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
+from tightship.planners.layout import Layout
+from tightship.planners.place.greedy import MANY
+from tightship.planners.place.portfolio import CLOSE
+from tightship.planners.shave import shaved
+from tightship.planners.turns import Turn, joined, splits, turns, ways
+from tightship.simulate import Timeline, replay, unplanned
+from tightship.verify import check
+
+__all__ = ["PREPARED", "Clock", "Search", "displaced", "top_of_peak"]
+
+
+_TIGHTEN, _SHORT = 8, 15
+"""How often evictions are searched again because the placement came out larger than the peak, and by what part of
+the work."""
+
+
+_FIRST, _FIRST_OF_MANY, _PLACES = 0.8, 0.5, 0.4
+"""The parts of the time left that the search before that, the same on large graphs (each search again takes long),
+and places for what it found, may take."""
+
+
+_LARGE = 5_000
+"""Ops of graphs that are large in that sense."""
+
+
+_DEMAND, _DEEP = "demand", 20_000
+"""The order in which recomputation takes least, and ops of graphs for which it is worked out."""
+
+
+_ORDERS = ("sink", "given", "lpmf")
+
+
+_FAR = 0.01
+"""Other orders are tried where the fastest plan is above the least time by more than this part of it."""
+
+
+_WAYS, _TURNS, _PART = 16, 3, 4
+"""How many ways to make results in two turns get a short search for the second turn, how many of them one for both,
+and by what the work for each turn is divided."""
+
+
+_FAR_OFF, _PROBES, _NARROWED, _FASTEST, _FITTED = 0.03, 5, 2, 2, 3
+"""Where the fastest plan is above the least time by more than this part of it, two turns may be faster: how many of
+the ways to divide a step are looked at first, how often the two beside the best one so far are, too, how many get a
+search, and how often that is for less bytes as their places take more."""
+
+
+_AGAIN = 4
+"""How often the runs of what was found are put into another order."""
+
+
+_PARTS = 64
+"""Ops at most that run once for what stays until the end and once for everything else."""
+
+
+_LOOK, _LONG_LOOK, _NEARLY = 2_000_000, 8_000_000, 1.002
+"""Ops simulated for a first look at something else, the same where nothing fits, and over what time is needed already
+it is left at that."""
+
+
+_REST = 20.0
+"""What follows the search, over what it takes to replay a graph once."""
+
+
+PREPARED = 0.25
+"""The part of the time before the search's end that the order may take, and of what is left then the bounds."""
+
+
+_EXACT_PLANNER = "exact"
+"""What also proves more than the others."""
+
+
+_EXACT = 1 + 1e-9
+"""Times that differ by less than this factor are equal: sums in other orders."""
+
+
+_AHEAD = (1.0, 0.6, 0.3)
+"""Parts of the bytes that are left beyond the peak, for gathers that begin ahead: less where places do not do."""
+
+
+_GATHERS = (1, 2, 4)
+"""How many of the largest gathers a search leaves bytes for."""
+
+
+_LESS = 3
+"""By what the work of such a search is divided."""
+
+
+_SHORTLY = 1.0
+"""Seconds at least for the places of everything with gathers begun ahead."""
+
+
+class Clock:
+    """When a plan was asked for, and when the search for it has to end so that the rest is done in time: the steps
+    of the best decision, their offsets, and two verifications."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began = time.perf_counter()
+        self.deadline = self.search = Deadline(self.began + seconds)
+
+    def replayed(self, line: Timeline) -> None:
+        """What follows the search takes so many times as long as a replay of the graph; a part of what is left is for
+        the search in any case."""
+        began = time.perf_counter()
+        replay(line.graph, line.steps)
+        took = time.perf_counter() - began
+        self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(PREPARED).at))
+
+
+@dataclass
+class Search:
+    """One problem and budget (None: keep everything); how far the search is."""
+
+    graph: Graph
+    problem: EvictionProblem
+    options: Options
+    before: Timeline
+    budget: int | None
+    deadline: Deadline = NEVER
+    """Of the bounds."""
+    near: float = 0.0
+    """By which part of the least time a plan may be above it that is good enough."""
+    best: run.Evicted | None = None
+    last: run.Evicted | None = None
+    only_places: bool = False
+    interrupted: bool = False
+    in_parts: bool = False
+    """Whether parts of ops were looked at."""
+    whole: bool = True
+    """Whether it is not a turn of another one."""
+    bound: int = field(init=False)
+    time_bound: float = field(init=False)
+    placement: floor.Placement = field(init=False)
+    reached: floor.Reached = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph, budget, o = self.graph, self.budget, self.options
+        self.placement = floor.Placement(graph, o.place, o.hand_out, o.seed)
+        self.reached = floor.reached(graph, allowed(self.problem, o))
+        self.time_bound = 0.0
+        if budget is not None:
+            self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
+            if o.evict == _EXACT_PLANNER and means_of(o) == ("recompute",):
+                self.time_bound = max(self.time_bound, self._proved(budget))
+        self.bound = int(lower_bound(graph, **ways_of(self.problem, o), deadline=self.deadline))
+
+    def _proved(self, budget: int) -> float:
+        """A bound on the time for which there is a solver."""
+        from tightship.planners.evict import exact  # takes long to import
+
+        deadline, in_place = self.deadline, self.problem.in_place
+        extra = exact.least_extra(self.graph, budget, deadline, redraw=False, in_place=in_place)
+        return math.fsum(self.graph.columns.time) + extra
+
+    def prove_more(self, line: Timeline, clock: Clock) -> None:
+        """A bound from more moments together, where the plan is far above the one that the search began with."""
+        if line.time <= self.time_bound + _FAR * self.before.time or self._ends(clock):
+            return
+        if self.budget is not None and self.time_bound:
+            args = (self.graph, self.budget, line, self.time_bound)
+            self.time_bound = linked_bound(
+                *args, **ways_of(self.problem, self.options), deadline=clock.search
+            )
+
+    def _without_solver(self, progress: Progress | None, clock: Clock) -> floor.Placed | None:
+        """What the default search finds in half of the time, if that is near enough to what the solver proved."""
+        assert self.budget is not None
+        o = replace(self.options, evict=Options().evict, seconds=clock.search.left / 2)
+        other = replace(self, options=o, best=None, last=None)
+        with suppress(Infeasible):
+            other.fit(progress, Clock(o.seconds))
+        self.interrupted |= other.interrupted
+        best = self.reached.within(self.budget)
+        if self.interrupted:
+            return best
+        if best is None or best.found.timeline.time > self.time_bound * (1 + self.options.gap):
+            return None
+        return best
+
+    def fit(self, progress: Progress | None, clock: Clock) -> tuple[run.Evicted, Layout]:
+        """Evictions and a layout within the budget: the best of a small graph, or the faster one of what is found
+        and what was reached before."""
+        budget, placement = self.budget, self.placement
+        if budget is not None:
+            best = floor.every_plan(self.problem, placement, budget, self.options.work, clock.search)
+            if best is not None:
+                self.reached.offer(best)
+                return best.found, best.layout
+            if self.options.evict == _EXACT_PLANNER and (best := self._without_solver(progress, clock)):
+                return best.found, best.layout
+            self._parts_first(progress, clock)
+        if budget is None or self.reached.within(budget) is None or not self.in_parts:
+            made = self._searched(self.problem, progress, clock)
+        if budget is not None:
+            self._other_orders(progress, clock)
+            made = self.reached.within(budget)
+        if made is None and self.interrupted:
+            raise KeyboardInterrupt
+        if made is None:
+            raise self.infeasible()
+        if self.last is not None and made.found is not self.last:  # of a search that ended some other way
+            decision = replace(made.found.decision, ended=self.last.decision.ended)
+            return replace(made.found, decision=decision), made.layout
+        return made.found, made.layout
+
+    def ahead(
+        self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: Clock
+    ) -> tuple[run.Evicted, Layout]:
+        """The same with gathers between ranks, and copies of what streams, beside other ops, or that of another
+        search, of less work, which leaves bytes for gathers: whichever is faster."""
+        if not runs_beside(self.graph):
+            return found, layout
+        size, options = largest_gather(self.graph), replace(self.options, work=self.options.work // _LESS)
+        best = self._begun_ahead(found, layout, clock)
+        for count in _GATHERS if size and self.budget is not None and not self.interrupted else ():
+            lower = self.budget - count * size if self.budget is not None else 0
+            if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
+                break
+            other = replace(self, budget=lower, options=options, best=None, last=None)
+            with suppress(Infeasible, KeyboardInterrupt):
+                again = self._begun_ahead(*other.fit(progress, clock), clock)
+                best = min(best, again, key=lambda row: row[0].timeline.time)
+            self.interrupted |= other.interrupted
+        if best[0].timeline.time < found.timeline.time:
+            self.time_bound = 0.0  # it is one of steps that wait for one another
+            return best
+        return found, layout
+
+    def _begun_ahead(self, found: run.Evicted, layout: Layout, clock: Clock) -> tuple[run.Evicted, Layout]:
+        line, placement = found.timeline, self.placement
+        budget = self.budget if self.budget is not None else placement.needs(line, layout)
+        for share in _AHEAD:
+            limit = line.peak + int((budget - line.peak) * share)
+            steps = begun_ahead(self.graph, line, limit)
+            if steps is None:
+                break
+            other = replay(self.graph, steps)
+            if not other.time < line.time or other.peak > budget:
+                continue
+            made = placement.layout(steps, max(_SHORTLY, clock.deadline.left))
+            if placement.needs(other, made) <= budget:
+                return replace(found, steps=steps, timeline=other), made
+        return found, layout
+
+    def _other_orders(self, progress: Progress | None, clock: Clock) -> None:
+        """Search in other orders while nothing fits, or only what is far above the least time: the order of the least
+        peak without evictions may be a bad one to evict in."""
+        assert self.budget is not None
+        if self.options.order != Options().order or self.bound > self.budget:
+            return
+        tried = [self.problem.order]
+        self._deeper(tried, progress, clock)
+        if not self.in_parts:
+            self._in_parts(progress, clock)
+        if self.reached.within(self.budget) is None:
+            self._own_orders(tried, progress, clock)
+        self._named_orders(tried, progress, clock)
+        self._own_orders(tried, progress, clock)
+        if self.reached.within(self.budget) is None and self.problem.deep and not self._ends(clock):
+            self.problem = self.problem.briefer
+            self._search_in(self.problem, progress, clock)
+            tried = [self.problem.order]
+            if self.reached.within(self.budget) is None:
+                self._own_orders(tried, progress, clock)
+            if self.reached.within(self.budget) is None:
+                self._named_orders(tried, progress, clock)
+        self._in_turns(clock)
+        self._rearranged(clock)
+        self._faster_in_turns(clock)
+
+    def _named_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
+        for name in _ORDERS:
+            if self._near() or self._ends(clock):
+                return
+            given = tuple(range(len(self.graph.ops)))
+            order = given if name == "given" else run.order(name, self.graph, clock.search)
+            if order not in tried:
+                tried.append(order)
+                self._search_in(self.problem.in_order(order), progress, clock)
+
+    def _ends(self, clock: Clock) -> bool:
+        return self.interrupted or clock.search.over
+
+    def _in_turns(self, clock: Clock) -> None:
+        """Where nothing fits, make some results late, in a turn of their own: first those that promise the least peak
+        by what was seen of the ones before."""
+        assert self.budget is not None
+        if self.reached.within(self.budget) is not None or not self._divides():
+            return
+        relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
+        start = self.reached.plans[0].found.timeline
+        found = ways(self.graph, relaxed, start, clock.search)
+        looked: list[tuple[int, int, tuple[Turn, Turn]]] = []
+        for first, pair in islice(found, _WAYS):
+            late = pair[1]
+            made = self._turn(late, clock, self.options.work // _PART // _SHORT)
+            looked.append((max(first, late.beside + made.timeline.peak), len(looked), pair))
+            if self._ends(clock):
+                return
+        for peak, _, pair in sorted(looked)[:_TURNS]:
+            fits = self.reached.within(self.budget) is not None
+            if fits or peak >= self.reached.plans[0].found.timeline.peak or self._ends(clock):
+                return
+            self._take_turns(pair, clock)
+
+    def _divides(self) -> bool:
+        """Whether two turns are worth a look."""
+        only = set(self.problem.means) == {"recompute"} and REDRAW not in means_of(self.options)
+        return self.whole and only and len(self.graph.ops) <= _LARGE
+
+    def _faster_in_turns(self, clock: Clock) -> None:
+        """Where what fits is far above the least time, make some results late, in a turn of their own: of the ways
+        that take the least time for the bytes they save, the fastest by what a first look says of the rest."""
+        assert self.budget is not None
+        best = self.reached.within(self.budget)
+        if best is None or not self._divides() or self._ends(clock):
+            return
+        if best.found.timeline.time <= self.time_bound + _FAR_OFF * self.before.time:
+            return
+        relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
+        rows = splits(self.graph, relaxed, self.before, clock.search)
+        spare = best.found.timeline.time - self.before.time
+        rows = [row for row in rows if row.again < spare]
+        looked: dict[int, tuple[float, tuple[Turn, Turn] | None]] = {}
+
+        def look(at: Iterable[int]) -> None:
+            for k in at:
+                if k not in looked and not self._ends(clock):
+                    pair = turns(self.graph, rows[k].late, relaxed.again, rows[k].carried)
+                    least = min((extra for extra, _ in looked.values()), default=spare)
+                    looked[k] = self._promised(pair, least, clock), pair
+
+        look(len(rows) * i // _PROBES for i in range(_PROBES) if rows)
+        for _ in range(_NARROWED):
+            at, known = min(looked, key=lambda k: (looked[k][0], -k), default=0), sorted(looked)
+            near = [k for k in known if k < at][-1:], [k for k in known if k > at][:1] or [len(rows)]
+            look((at + k) // 2 for side in near for k in side if rows)
+        for extra, k in sorted((extra, k) for k, (extra, _) in looked.items())[:_FASTEST]:
+            pair = looked[k][1]
+            if pair is not None and extra < spare and not self._ends(clock):
+                self._take_faster(pair, clock)
+
+    def _promised(self, pair: tuple[Turn, Turn] | None, least: float, clock: Clock) -> float:
+        """Seconds beyond each op once that a first look finds for two turns; endless where that is not less than
+        ``least``."""
+        if pair is None:
+            return math.inf
+        extra = float(self.graph.columns.time[sorted(set(pair[0].ops).intersection(pair[1].ops))].sum())
+        for turn in reversed(pair):
+            extra += self._glance(turn, clock) if extra < least else math.inf
+        return extra
+
+    def _take_faster(self, pair: tuple[Turn, Turn], clock: Clock) -> None:
+        """Offer the fastest plan of two turns that has places within the budget."""
+        assert self.budget is not None
+        short = 0
+        for _ in range(_FITTED):
+            found = list[run.Evicted]()
+            for turn in reversed(pair):
+                found.insert(0, self._turn(turn, clock, self.options.work // _PART, short))
+                if found[0].timeline.peak + turn.beside > self.budget - short or self._ends(clock):
+                    return
+            made = self._offer(replay(self.graph, joined(self.graph, pair, [x.steps for x in found])), clock)
+            if made.needs <= self.budget:
+                return
+            short += made.needs - self.budget
+
+    def _take_turns(self, pair: tuple[Turn, Turn], clock: Clock) -> None:
+        """Offer the best plan of two turns, if it takes less than all before."""
+        assert self.budget is not None
+        least = self.reached.plans[0].found.timeline.peak
+        found: list[run.Evicted] = []
+        for turn in reversed(pair):
+            found.insert(0, self._turn(turn, clock, self.options.work // _PART))
+            if found[0].timeline.peak + turn.beside >= least:
+                return
+        steps = joined(self.graph, pair, [x.steps for x in found])
+        self._offer(replay(self.graph, steps), clock)
+
+    def _rearranged(self, clock: Clock) -> None:
+        """Where nothing fits, put the runs of the least plan, recomputations too, into an order that takes less, and
+        recompute more of what lies idle at its peaks."""
+        assert self.budget is not None
+        if self._ends(clock) or self.reached.within(self.budget) is not None or len(self.graph.ops) > _LARGE:
+            return
+        least, deadline = self.reached.plans[0].found, clock.search.part(PREPARED)
+        steps = floor.rearranged(self.graph, least.steps, deadline)
+        line = least.timeline if steps is None else replay(self.graph, steps)
+        if "recompute" in self.problem.means:
+            once = {s for s, ways in self.problem.only.items() if "recompute" not in ways}
+            line = shaved(self.graph, line, deadline, once)
+        if line is not least.timeline:
+            self._offer(line, clock)
+
+    def _offer(self, line: Timeline, clock: Clock) -> floor.Placed:
+        """Keep such steps of the graph, if nothing beats them."""
+        assert self.budget is not None
+        extra = max(0.0, line.time - self.before.time)
+        decision = Decision(
+            self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=line.steps
+        )
+        found = run.Evicted(decision, line.steps, line)
+        made = self.placement.lay(found, clock.deadline.part(_PLACES), self.budget)
+        self.reached.offer(made)
+        return made
+
+    def _turn(self, turn: Turn, clock: Clock, work: int, short: int = 0) -> run.Evicted:
+        """The fastest plan found for one turn within the budget (less what is ``short``), or that of the least
+        peak."""
+        search = self._of_turn(turn, clock, work, self.deadline, short)
+        assert search.budget is not None
+        with suppress(Infeasible):
+            search.fit(None, clock)
+        self.interrupted |= search.interrupted
+        return (search.reached.within(search.budget) or search.reached.plans[0]).found
+
+    def _of_turn(self, turn: Turn, clock: Clock, work: int, deadline: Deadline, short: int = 0) -> Search:
+        """The search for one turn, whose bounds have to be there by the ``deadline``."""
+        assert self.budget is not None
+        graph, o = turn.graph, replace(self.options, place=False, work=work)
+        before = unplanned(graph)
+        order = order_of(graph, o, before.peak, clock.search.part(PREPARED))
+        problem = replace(problem_of(graph, order, o), in_place=self.problem.in_place)
+        bound = lower_bound(graph, redraw=False, in_place=problem.in_place, deadline=deadline)
+        budget = max(self.budget - short - turn.beside, int(bound))
+        return Search(graph, problem, o, before, budget, deadline, whole=False)
+
+    def _glance(self, turn: Turn, clock: Clock) -> float:
+        """Seconds of recomputation that a first look finds for a turn; endless where it meets nothing."""
+        search = self._of_turn(turn, clock, _LOOK, Deadline(0.0))
+        found = search._look(search.problem, None, clock)
+        self.interrupted |= search.interrupted
+        return found.timeline.time - search.before.time if found.decision.met else math.inf
+
+    def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
+        """Search with recomputation that takes less memory, from here on where that is of use."""
+        assert self.budget is not None
+        if self._near() or self._ends(clock) or len(self.graph.ops) > _DEEP:
+            return
+        best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
+        tried.append(order)
+        problem = self.problem.deeper(order)
+        self._search_in(problem, progress, clock)
+        if best is None or self.reached.within(self.budget) is not best:
+            self.problem, self.in_parts = problem, False  # parts were not looked at in this way
+        elif self.in_parts:  # nothing was met without parts, and so may nothing be in this way
+            before, self.problem = self.problem, problem
+            self._in_parts(progress, clock)
+            if self.reached.within(self.budget) is best:
+                self.problem = before
+
+    def _parts_first(self, progress: Progress | None, clock: Clock) -> None:
+        """Where a short search meets nothing, look at parts of ops before a long one."""
+        assert self.budget is not None
+        nothing = self.reached.within(self.budget) is None and self.bound <= self.budget
+        if (
+            nothing
+            and self._divisible()
+            and not self._look(self.problem, progress, clock, _LONG_LOOK).decision.met
+        ):
+            self._in_parts(progress, clock)
+
+    def _divisible(self) -> int:
+        """How many ops it is worth running in parts."""
+        apart = self.options.order == Options().order and set(self.problem.means) == {"recompute"}
+        if not apart or len(self.graph.ops) > _LARGE:
+            return 0
+        return min(_PARTS, len(divisible(self.problem.graph)))
+
+    def _in_parts(self, progress: Progress | None, clock: Clock) -> None:
+        """Search with ops that run once for what later ops read and once for results that stay until the end, made
+        when little else is there: twice as many of them each time until something fits, then half as many more as
+        long as that is faster."""
+        assert self.budget is not None
+        self.in_parts = True
+        count, most = 1, self._divisible()
+        fits = self.reached.within(self.budget) is not None
+        looked: list[tuple[int, int]] = []  # peak, number
+        while count <= most and not (self._near() or self._ends(clock)):
+            before, problem = self.reached.within(self.budget), self._parted(count, clock)
+            found = self._look(problem, progress, clock, _LOOK if fits else _LONG_LOOK)
+            looked.append((found.decision.peak, count))
+            if self._as_good(found, before):
+                self._searched(problem, progress, clock)
+            after = self.reached.within(self.budget)
+            if after is None:
+                count = min(2 * count, most) if count < most else most + 1
+            elif after is before:
+                return
+            else:
+                count += (count + 1) // 2
+        if looked and self.reached.within(self.budget) is None and not self._ends(clock):
+            self._searched(self._parted(min(looked)[1], clock), progress, clock)
+
+    def _parted(self, count: int, clock: Clock) -> EvictionProblem:
+        """The problem with the first ``count`` of `divisible` ops in two parts, in an order of its own; always
+        the same one."""
+        problem = self.problem
+        known: dict[int, EvictionProblem] = problem.__dict__.setdefault("_parted", {})
+        if count not in known:
+            graph, stands = divided(problem.graph, divisible(problem.graph)[:count])
+            part = clock.search.part(PREPARED)
+            if problem.deep:
+                order = _parts_last(graph, stands, run.order(_DEMAND, graph, part))
+            else:
+                order = order_of(graph, self.options, unplanned(graph).peak, part, self.budget)
+            chained = tuple(stands.index(k) for k in problem.chained)
+            known[count] = replace(problem, graph=graph, order=order, chained=chained, stands=stands)
+        return known[count]
+
+    def _near(self) -> bool:
+        """Whether there is a plan, and above the least time by no more than ``_FAR`` as a part of it, or than is good
+        enough."""
+        assert self.budget is not None
+        best = self.reached.within(self.budget)
+        return best is not None and best.found.timeline.time <= self.time_bound * (1 + max(_FAR, self.near))
+
+    def _own_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
+        """Search in the order in which what was found so far needs least, again as long as nothing fits."""
+        assert self.budget is not None
+        for turn in range(_AGAIN):
+            best = self.reached.within(self.budget)
+            start = best.found if best is not None else self.best
+            if self._near() or self._ends(clock) or start is None or (turn and best):
+                return
+            problem = floor.reordered(self.problem, self.graph, start.steps, clock.search.part(PREPARED))
+            if problem is None or problem.order in tried:
+                return
+            tried.append(problem.order)
+            self._search_in(problem, progress, clock)
+
+    def _search_in(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> None:
+        """Search in another order, where a first look says that it is as good or nothing fits yet."""
+        assert self.budget is not None
+        best = self.reached.within(self.budget)
+        if best is None or self._as_good(self._look(problem, progress, clock), best):
+            self._searched(problem, progress, clock)
+
+    def _look(
+        self, problem: EvictionProblem, progress: Progress | None, clock: Clock, work: int = _LOOK
+    ) -> run.Evicted:
+        """What is found in a short while: without dear seeds, but for parts of ops where recomputation takes less
+        memory, which is so near to the least that others do not get there."""
+        assert self.budget is not None
+        work, dear = min(work, self.options.work), problem.deep and bool(problem.stands)
+        found = self._evict(problem, self.budget, clock.search, work, progress, dear=dear)
+        self.interrupted |= problem.archive.stopped
+        problem.archive.stopped = False
+        return found
+
+    def _as_good(self, found: run.Evicted, best: floor.Placed | None) -> bool:
+        """Whether what was found in a short while promises as much as there is already, if anything fits yet."""
+        near = best is None or found.timeline.time <= best.found.timeline.time * _NEARLY
+        return found.decision.met and near and not self.interrupted
+
+    def _searched(
+        self, problem: EvictionProblem, progress: Progress | None, clock: Clock
+    ) -> floor.Placed | None:
+        """Evictions and a layout; searched again under a lower budget while the layout is above it."""
+        budget = self.budget
+        if budget is None:
+            made = self._tried(problem, self.before.peak, self.options.work, progress, clock, clock.search)
+            self.last = made.found
+            return made
+        # What has to be placed keeps some time for the case that the first places do not do.
+        first = clock.search.part(self._first_part())
+        again = self.best is not None
+        work = self.options.work // (3 if again else 1)  # in another order
+        made = self._tried(problem, budget, work, progress, clock, first)
+        self.last = made.found
+        if made.needs > budget >= made.found.timeline.peak:
+            self.only_places = True
+            return self._tightened(problem, made, progress, clock)
+        return made
+
+    def _first_part(self) -> float:
+        if not self.options.place:
+            return 1.0
+        return _FIRST_OF_MANY if len(self.graph.ops) > _LARGE else _FIRST
+
+    def _tightened(
+        self, problem: EvictionProblem, made: floor.Placed, progress: Progress | None, clock: Clock
+    ) -> floor.Placed:
+        """Under a lower budget each time, until the places are within the one asked for: as much lower as bytes are
+        missing, more where that does not do, less where no evictions do. Each is searched for a short while, from
+        where the last one ended: the bytes that holes take depend more on chance than on any effort."""
+        assert self.budget is not None
+        budget, below, above = self.budget, 0, self.budget
+        margin = made.needs - budget
+        if len(self.graph.ops) > _LARGE:  # each turn takes long
+            margin += margin // 2
+        for k in range(_TIGHTEN):
+            if self.interrupted or clock.search.over or not 0 < margin < budget - self.bound:
+                break
+            part, work = clock.search.part(1 / (_TIGHTEN - k)), self.options.work // _SHORT
+            if made.found.decision.steps is None:
+                lower = ladder.Options(work, part.left / 2)
+                start = made.found.decision.evict
+                problem.archive.offer(ladder.climb(problem, budget - margin, start, lower, progress))
+            made = self._tried(problem, budget - margin, work, progress, clock, part)
+            if made.needs <= budget:
+                break
+            if made.found.decision.met:
+                below = margin
+                margin = min(
+                    margin + max(made.needs - budget, margin // 2), 2 * margin, (margin + above) // 2
+                )
+            else:
+                above = margin
+                margin = (below + above) // 2
+            if above - below <= 1:
+                break
+        return made
+
+    def _tried(
+        self, problem: EvictionProblem, target: int, work: int, progress: Progress | None, clock: Clock,
+        deadline: Deadline,
+    ) -> floor.Placed:  # fmt: skip
+        """What is found for a target, placed for the budget."""
+        found = self._evict(problem, target, deadline, work, progress)
+        self.interrupted |= problem.archive.stopped
+        problem.archive.stopped = False
+        if self.best is None or found.timeline.peak < self.best.timeline.peak:
+            self.best = found
+        if self.budget is not None and not found.decision.met and self.interrupted:
+            raise KeyboardInterrupt
+        made = self.placement.lay(found, clock.deadline.part(_PLACES), self.budget)
+        self.reached.offer(made)
+        return made
+
+    def _evict(
+        self, problem: EvictionProblem, budget: int, deadline: Deadline, work: int, progress: Progress | None,
+        *, dear: bool = True,
+    ) -> run.Evicted:  # fmt: skip
+        o, info = self.options, planner(self.options.evict, "evict")
+        least = self.time_bound if self.time_bound < math.inf else 0.0
+        once = self.before.time
+        if problem.stands:
+            once = math.fsum(problem.graph.columns.time)
+            progress = _beside(progress, once - self.before.time)
+        known = {
+            "seconds": deadline.left, "work": work, "seed": o.seed, "gap": o.gap,
+            "goal": least * (1 + max(o.gap, self.near)) - once, "dear": dear,
+        }  # fmt: skip
+        options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
+        many = o.place and len(self.graph.ops) > MANY  # their places span a little more than the peak
+        for limit in (budget - budget // CLOSE, budget) if many else (budget,):
+            found = run.evict(
+                info, problem, limit, options, progress, graph=self.graph, or_keep=True, verify=False
+            )
+            late = deadline.over and found.decision.peak > budget
+            if found.decision.met or problem.archive.stopped or late:
+                break
+        return found
+
+    def ended(self, found: run.Evicted) -> str:
+        """Why the search ended, one of ``plan.TERMINATIONS``."""
+        least = self.before.time if self.budget is None else self.time_bound
+        if found.timeline.time <= least * _EXACT:
+            return "optimal"
+        if found.timeline.time <= least * (1 + self.options.gap):
+            return "gap"
+        if found.decision.ended != "gap":
+            return found.decision.ended
+        return (
+            "similar" if self.near > self.options.gap else "stagnation"
+        )  # of lower targets, for the offsets
+
+    def verified(
+        self, steps: Sequence[Step], line: Timeline, layout: Layout, planner: str, began: float
+    ) -> Plan:
+        """The plan with what it was asked for, what none can go below, and who made it."""
+        graph, o, budget = self.graph, self.options, self.budget
+        made = replace(
+            run.decision_plan(graph, steps, line, planner, lossy=o.lossy),
+            residences=layout.residences,
+            arena=layout.arena,
+            handed=layout.handed,
+            host=layout.host,
+            budget=budget,
+            lower_bound=self.bound,
+            time_bound=self.time_bound,
+            host_budget=o.host or None,
+            moved=displaced(tuple(step.op for step in steps if step.kind == "compute")),
+            seconds=time.perf_counter() - began,
+        )
+        try:
+            check(graph, made)
+        except VerificationFailed:
+            self.reached.plans.clear()  # no answer for later calls
+            raise
+        return made
+
+    def infeasible(self) -> Infeasible:
+        """What was reached: the least bytes that a plan ever needed, or, of one with a peak within the budget, those
+        that it needs once everything has a place."""
+        assert self.budget is not None and self.best is not None
+        graph, least = self.graph, self.reached.plans[0]
+        found = self.best if self.only_places else least.found
+        line = found.timeline
+        return Infeasible(
+            budget=self.budget,
+            lower_bound=self.bound,
+            best_peak=line.peak if self.only_places else least.needs,
+            top=top_of_peak(graph, line, found.steps),
+            placed=least.needs if self.only_places else None,
+            at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
+            advice=advice(graph, self.budget, line.at_peak),
+        )
+
+
+def _parts_last(graph: Graph, stands: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The order with what makes results that stay, in an op of its own (`lowering.divided`), at the end."""
+    late = {k for k in range(1, len(stands)) if stands[k] == stands[k - 1]}
+    last = (*(k for k in order if k not in late), *(k for k in order if k in late))
+    return last if is_legal(graph, last) else order
+
+
+def _beside(progress: Progress | None, seconds: float) -> Progress | None:
+    """Who is told of extra seconds, told of so many more."""
+    if progress is None:
+        return None
+    return lambda peak, extra, met: progress(peak, extra + seconds, met)
+
+
+def displaced(order: tuple[int, ...]) -> int:
+    """How many ops run after another one than in the graph's own order."""
+    successor = dict(pairwise(order))
+    return sum(1 for k in range(len(order) - 1) if successor.get(k) != k + 1)
+
+
+def top_of_peak(
+    graph: Graph, line: Timeline, steps: Sequence[Step], n: int = 8
+) -> tuple[tuple[str, int, str], ...]:
+    """The largest storages outside the static set at the peak: (name, bytes, where they were made)."""
+    rows = []
+    for s, size in line.at_peak:
+        if s in graph.static or not size:
+            continue
+        op = steps[line.peak_step].op if s < 0 else graph.uses.definer[s]
+        name = f"while {graph.ops[op].name} runs" if s < 0 else graph.storages[s].name
+        rows.append((name, size, graph.place(op)))
+    return tuple(sorted(rows, key=lambda r: -r[1])[:n])
