@@ -8,6 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tightship import simulate
+from tightship.errors import Infeasible
 from tightship.execute import aiming
 from tightship.execute.aiming import Aim, Candidate
 from tightship.frontends.torch.capture.fused_step import fuse_step
@@ -62,7 +63,7 @@ def test_nothing_looser_is_lowered_where_hardly_any_time_is_to_be_saved(model):
 
 
 def least(model):
-    with pytest.raises(default.Infeasible) as found:
+    with pytest.raises(Infeasible) as found:
         planned(model, 1)
     return found.value.best_peak
 
@@ -111,7 +112,7 @@ def test_pointwise_results_of_fused_code_take_the_places_of_what_they_are_made_f
     pairs = {p for op in model.graph.ops for p in op.overwrites}
     sizes = {(model.graph.storages[a].size, model.graph.storages[b].size) for a, b in pairs}
     assert sizes == {(256 * 16 * 4, 256 * 16 * 4)}
-    with pytest.raises(default.Infeasible) as apart:
+    with pytest.raises(Infeasible) as apart:
         default.plan(model.graph, 1, default.Options(place=False))
     assert least(model) < apart.value.best_peak
 

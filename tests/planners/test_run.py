@@ -13,7 +13,7 @@ import pytest
 from support.chains import chain
 from tightship.errors import VerificationFailed
 from tightship.graph import Graph
-from tightship.planners import PlannerInfo, default, planner, planners, run
+from tightship.planners import PlannerInfo, default, planner, planners, run, search
 from tightship.planners.evict.problem import Decision, EvictionProblem
 from tightship.planners.run import EvictPlanner, OrderPlanner, PlacePlanner
 
@@ -56,11 +56,11 @@ def test_a_refused_plan_is_no_answer_for_later_calls(monkeypatch: pytest.MonkeyP
         steps = list(problem.steps(kept.evict))
         return replace(kept, steps=tuple(s for s in steps if s.kind != "free"), met=True)
 
-    graph, right = chain(40), default.planner
+    graph, right = chain(40), planner
     o = default.Options(work=100_000, seconds=30.0, hand_out=False, evict="forgets", order="given")
     bad = replace(planner("keep", "evict"), name="forgets", plan=forgets)
     monkeypatch.setattr(
-        default, "planner", lambda name, group: bad if name == "forgets" else right(name, group)
+        search, "planner", lambda name, group: bad if name == "forgets" else right(name, group)
     )
     full = default.plan(chain(40), None, replace(o, evict="anneal")).peak
     with pytest.raises(VerificationFailed, match="forgets"):
