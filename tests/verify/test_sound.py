@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from support.lowering import costs
 from support.strategies import graphs, plans, random_order
-from tightship.errors import Violation
+from tightship.errors import Infeasible, Violation
 from tightship.graph import Graph
 from tightship.machine import CODECS
 from tightship.plan import FORMS, KINDS, Plan
@@ -47,7 +47,7 @@ def laid_out(graph: Graph, seed: int, hand_out: bool = False) -> Plan:
 def recomputing(graph: Graph, allow: str = "recompute") -> Plan | None:
     try:
         return default.plan(graph, "75%", default.Options(work=20_000, seconds=5.0, allow=allow))
-    except default.Infeasible:
+    except Infeasible:
         return None
 
 
