@@ -4,6 +4,7 @@ the other leaves, and gradients that are in the way are made late."""
 from __future__ import annotations
 
 from dataclasses import replace
+from fnmatch import fnmatch
 from itertools import pairwise
 
 import pytest
@@ -172,6 +173,20 @@ def test_a_turn_leaves_what_takes_long_for_the_other_one(less: int) -> None:
     check(graph, found)
     assert found.peak <= budget
     assert found.time < line.time + 50.0  # nothing that is large is made twice
+
+
+@pytest.mark.parametrize("kept", ["front", "down", "layer*"])
+def test_what_a_hint_keeps_is_made_in_no_second_turn(kept: str) -> None:
+    graph = behind(6)
+    graph = graph.with_ops(tuple(replace(op, module=op.name) for op in graph.ops))
+    budget = replay(graph, baseline(graph)).peak - 3 * 1_024
+    o = default.Options(place=False, hand_out=False, work=2_000_000, hints=f"{kept}=keep")
+    try:
+        found = default.plan(graph, budget, o)
+    except Infeasible:
+        return
+    again = [graph.ops[step.op].name for step in found.steps if step.kind == "recompute"]
+    assert not [name for name in again if fnmatch(name, kept)]
 
 
 def test_carried_storages_of_any_graph_make_a_plan_of_it() -> None:

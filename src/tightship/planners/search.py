@@ -338,9 +338,9 @@ class Search:
             self._take_turns(pair, clock)
 
     def _divides(self) -> bool:
-        """Whether two turns are worth a look."""
+        """Whether two turns are worth a look: a turn makes again whatever it needs, which hints may not allow."""
         only = set(self.problem.means) == {"recompute"} and REDRAW not in means_of(self.options)
-        return self.whole and only and len(self.graph.ops) <= _LARGE
+        return self.whole and only and not self.problem.only and len(self.graph.ops) <= _LARGE
 
     def _faster_in_turns(self, clock: Clock) -> None:
         """Where what fits is far above the least time, make some results late, in a turn of their own: of the ways
