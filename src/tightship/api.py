@@ -222,17 +222,18 @@ class BatchRequest:
         """The graph at the sample's own batch. Raises what the model raises."""
         return self.step.graph_at(self.step.batch_size(self.dim), self.dim)
 
-    def solve(self, first: Graph, say: Say | None = None) -> MaxBatch:
-        """The answer, from the graph at the sample's own batch."""
+    def solve(self, say: Say | None = None, first: Graph | None = None) -> MaxBatch:
+        """The answer; ``first``: what `first` gave, if it was asked before."""
         start = self.step.batch_size(self.dim)
         budget = None if self.budget is None else parse_budget(self.budget)
         if budget is None:
             raise BadInput("the largest batch requires a budget in bytes", place="budget")
-        o = plan_options(first, self.options)
+        own = first or self.first()
+        o = plan_options(own, self.options)
         o = replace(o, seconds=o.seconds / 4, work=o.work // 4)
 
         def graph_of(n: int) -> Graph:
-            return first if n == start else self.step.graph_at(n, self.dim)
+            return own if n == start else self.step.graph_at(n, self.dim)
 
         return search_batch(graph_of, budget, o, start=start, say=say)
 
@@ -507,8 +508,7 @@ def max_batch(
     Raises ``Infeasible`` if no size fits, ``BadInput`` for a model that runs at no other size than the sample's.
     """
     step = ModelStep(model, sample, loss_fn, optimizer, train)
-    request = BatchRequest(step, budget, dim, options)
-    return request.solve(request.first(), say)
+    return BatchRequest(step, budget, dim, options).solve(say)
 
 
 def _alone(graph: Graph, sample: object) -> Graph:

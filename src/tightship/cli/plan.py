@@ -246,7 +246,7 @@ def max_batch(chosen: argparse.Namespace, out: Output) -> int:
         request = BatchRequest(step, read_budget(chosen), dim, options)
         with users_code("running the model without data", chosen.source):
             first = request.first()
-        best = request.solve(first, lambda text: line.say(text, always=True))
+        best = request.solve(lambda text: line.say(text, always=True), first)
     from tightship.frontends.torch.structure import batched
     from tightship.report.text import batch_table
 

@@ -98,9 +98,9 @@ def session(path: str | os.PathLike[str], providers: Sequence[Any] = ("CPUExecut
 
     Raises ``BadInput`` for a file that onnxruntime does not load.
     """
-    found = _kept(path)
+    kept = _kept(path)
     try:
-        given = AS_IT_IS if found is None else json.loads(found)
+        given = json.loads(kept[KEY_SESSION]) if KEY_SESSION in kept else PLANNED if kept else AS_IT_IS
         options = session_options(**{k: given[k] for k in AS_IT_IS})
     except (ValueError, KeyError, TypeError) as error:
         fault = f"its metadata {KEY_SESSION!r} is not what `tightship plan --write` writes"
@@ -108,15 +108,11 @@ def session(path: str | os.PathLike[str], providers: Sequence[Any] = ("CPUExecut
     return started(path, options, merge=not given["keep_order"], providers=providers)
 
 
-def _kept(path: str | os.PathLike[str]) -> str | None:
-    """How a planned file's session should run; None for any other file. The model, plan and all, is gone again before
-    a session takes memory of its own."""
-    props = {
-        e.key: e.value
-        for e in read(path, convert=False).proto.metadata_props
-        if e.key in (KEY_SESSION, KEY_PLAN)
-    }
-    return props.get(KEY_SESSION, json.dumps(dict(PLANNED))) if props else None
+def _kept(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What a planned file says of itself; nothing for any other file. The model, plan and all, is gone again before a
+    session takes memory of its own."""
+    props = read(path, convert=False).proto.metadata_props
+    return {e.key: e.value if e.key == KEY_SESSION else "" for e in props if e.key in (KEY_SESSION, KEY_PLAN)}
 
 
 def started(

@@ -469,7 +469,10 @@ class Search:
     def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""
         assert self.budget is not None
-        if self._near() or self._ends(clock) or len(self.graph.ops) > _DEEP:
+        kept = any(
+            "recompute" not in ways for ways in self.problem.only.values()
+        )  # which it would make again
+        if kept or self._near() or self._ends(clock) or len(self.graph.ops) > _DEEP:
             return
         best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
         tried.append(order)

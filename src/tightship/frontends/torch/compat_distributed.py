@@ -17,14 +17,16 @@ from tightship.errors import Unsupported
 
 def world_size() -> int:
     """Ranks that train together; 1 where torch.distributed is not initialized."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if there else 1
+    return torch.distributed.get_world_size() if _initialized() else 1
+
+
+def _initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def alone() -> bool:
     """Whether torch.distributed is initialized, with one rank."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return there and torch.distributed.get_world_size() == 1
+    return _initialized() and torch.distributed.get_world_size() == 1
 
 
 def imagined_ranks() -> bool:
