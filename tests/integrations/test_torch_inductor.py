@@ -1347,6 +1347,9 @@ def test_a_smaller_last_batch_and_evaluation_are_inductor_s_at_fixed_sizes():
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(
+    raises=errors.Infeasible, strict=True, reason="no plan below 92 %: docs/compiled.md says why"
+)
 def test_convolutions_within_a_budget():
     model, exact = convolutional(), convolutional().double()
     call = compiled(model, budget="90%")

@@ -22,7 +22,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, run
-from tightship.planners.asked import (
+from tightship.planners.default_options import (
     EXACT,
     ROUNDING,
     STREAM,

@@ -19,7 +19,7 @@ from tightship.options import NEVER, Deadline
 from tightship.plan import Plan, Step
 from tightship.planners import floor, planner, run
 from tightship.planners.ahead import begun_ahead, largest_gather, runs_beside
-from tightship.planners.asked import (
+from tightship.planners.default_options import (
     REDRAW,
     Options,
     allowed,
