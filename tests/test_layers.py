@@ -17,7 +17,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 # In the order data flows; modules of one tuple may import one another.
 LAYERS = (
     ("_core",),
-    ("errors", "units", "options", "files", "notebook", "process_local"),
+    ("errors", "units", "options", "cached", "files", "notebook", "process_local"),
     ("machine",),
     ("graph",),
     ("plan",),
@@ -52,7 +52,7 @@ MAY_IMPORT_FRAMEWORKS = {"frontends", "execute", "integrations", "demo"}
 
 # The verifiers share no code with what they check.
 VERIFIERS = {"verify"}
-VERIFY_MAY_IMPORT = {"_core", "machine", "graph", "plan", "errors"}
+VERIFY_MAY_IMPORT = {"_core", "machine", "graph", "plan", "errors", "cached"}
 
 
 def layer_of(module: str) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
+from tightship.cached import cached_property
 from tightship.errors import BadInput
 from tightship.machine import MODELED, Machine
 

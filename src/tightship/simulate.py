@@ -15,13 +15,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
+from tightship.cached import cached_property
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Rows
 from tightship.plan import FORMS, KINDS, Step

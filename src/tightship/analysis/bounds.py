@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -38,6 +37,7 @@ from tightship import _core
 from tightship.analysis.last_runs import last_run_bound
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import Mask, Rows, edges, once, pairs, reached
+from tightship.cached import cached_property
 from tightship.graph import Graph, distinct
 from tightship.options import NEVER, Deadline
 from tightship.simulate import extras, unplanned

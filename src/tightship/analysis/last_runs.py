@@ -33,7 +33,6 @@ minimum cuts for each large op and each event, as long as work is left.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +40,7 @@ from numpy.typing import NDArray
 
 from tightship import _core
 from tightship.analysis.order import pairs, reached
+from tightship.cached import cached_property
 from tightship.graph import Graph, Rows, Uses
 from tightship.options import NEVER, Deadline
 

@@ -23,7 +23,6 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from tightship.analysis.bounds import Moment, Priced, Relaxation, relaxation, single_moments
 from tightship.analysis.order import Mask, reached
+from tightship.cached import cached_property
 from tightship.graph import Graph, distinct
 from tightship.options import NEVER, Deadline
 from tightship.simulate import unplanned

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
+from tightship.cached import cached_property
 from tightship.graph import Graph
 
 __all__ = ["DIM", "Finder", "Patches", "Region", "Rows", "Take", "Window", "bounds_of", "made_rows"]

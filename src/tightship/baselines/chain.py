@@ -16,13 +16,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship.baselines import min_cut
+from tightship.cached import cached_property
 from tightship.options import option
 from tightship.planners.evict import keep, ladder
 from tightship.planners.evict.problem import (

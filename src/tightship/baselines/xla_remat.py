@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import takewhile
 
 from tightship.baselines.xla_body import Body, Buffer, Node, Tracker, remove_dead
 from tightship.baselines.xla_pick import Rescan
+from tightship.cached import cached_property
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.remat.cost import ACCELERATOR, Work, work_of
 from tightship.hlo.remat.instructions import (

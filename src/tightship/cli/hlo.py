@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from tightship import hlo
 from tightship.baselines import xla_assign
 from tightship.baselines.xla_remat import Result
+from tightship.cached import cached_property
 from tightship.cli.output import Output, targets, write_targets
 from tightship.diagnose.changes import Change, changes
 from tightship.errors import BadInput

@@ -12,10 +12,10 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tightship.cached import cached_property
 from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
 from tightship.files import unwritable
 from tightship.units import NARROW, visible

@@ -14,11 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property
 
 import numpy as np
 
 from tightship.analysis.structure import pattern, without_numbers
+from tightship.cached import cached_property
 from tightship.diagnose.alternatives import (
     Alternative,
     judged,

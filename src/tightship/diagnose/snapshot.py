@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship.baselines.torch_allocator import SMALL_SEGMENT, taken_of_device
 from tightship.baselines.torch_allocator_settings import ROUND, Settings
+from tightship.cached import cached_property
 from tightship.diagnose.snapshot_requests import (
     Circumstances,
     Requests,

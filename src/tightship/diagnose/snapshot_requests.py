@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship.baselines.torch_allocator import CachingAllocator, OutOfMemory, taken_of_device
 from tightship.baselines.torch_allocator_settings import ROUND, Settings, rounded
+from tightship.cached import cached_property
 from tightship.frontends.memory_snapshot import ACTIONS, INACTIVE, Device, Events
 
 __all__ = [

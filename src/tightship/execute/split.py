@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.patches import Finder, Patches, Region
+from tightship.cached import cached_property
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.split_trials import patch_verdict, verdict
 from tightship.frontends.torch.program import Program

@@ -13,7 +13,6 @@ import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 
+from tightship.cached import cached_property
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, called, flops_of, kind_of, source_of
 from tightship.graph import Graph, Op

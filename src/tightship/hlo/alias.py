@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
+from tightship.cached import cached_property
 from tightship.errors import BadInput
 from tightship.hlo.dataflow import Buffer, Node, PointsTo
 from tightship.hlo.module import Computation, Instruction, Module, declared

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 from typing import Protocol, TypeVar
 
+from tightship.cached import cached_property
 from tightship.errors import BadInput, Unsupported
 from tightship.hlo.module import Computation, Instruction, Module, runs
 from tightship.hlo.opcodes import Opcode

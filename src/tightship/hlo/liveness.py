@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
+from tightship.cached import cached_property
 from tightship.errors import BadInput
 from tightship.hlo.alias import AliasSet, Sharing, alias_sets
 from tightship.hlo.dataflow import Buffer, Node, PointsTo, points_to

@@ -15,8 +15,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
+from tightship.cached import cached_property
 from tightship.errors import Unsupported
 from tightship.hlo.opcodes import Opcode, opcode
 from tightship.hlo.shape import Shape

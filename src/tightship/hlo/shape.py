@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
+from tightship.cached import cached_property
 from tightship.errors import BadInput
 
 __all__ = ["BITS", "LIMIT", "POINTER", "Index", "Shape"]

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 from math import gcd
 from typing import Final
 
+from tightship.cached import cached_property
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.remat.instructions import Rewrite
 from tightship.hlo.remat.lower import without_dead

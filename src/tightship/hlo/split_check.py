@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
+from tightship.cached import cached_property
 from tightship.errors import VerificationFailed, Violation
 from tightship.hlo.module import Computation, Instruction, Module, names_in
 from tightship.hlo.shape import Shape

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from tightship.baselines.xla_remat import Result
+from tightship.cached import cached_property
 from tightship.errors import Unsupported
 from tightship.hlo import Module, flattened, to_text
 from tightship.hlo.assign.advice import Advice

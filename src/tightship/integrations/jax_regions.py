@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import jax
 from jax.extend import core
 
+from tightship.cached import cached_property
 from tightship.frontends.jax_program import FREE, Equation, Ops, Program, inlined, merged, on_values, varying
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import aligned

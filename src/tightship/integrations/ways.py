@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from tightship.analysis.bounds import lower_bound
+from tightship.cached import cached_property
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.split import Choice, Decision, Splitting
 from tightship.execute.stream import Streaming

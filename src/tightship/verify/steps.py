@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
+from tightship.cached import cached_property
 from tightship.graph import Graph
 from tightship.machine import LOSSY
 from tightship.plan import FORMS, KINDS, Plan, Step

@@ -12,13 +12,13 @@ import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 
 from tightship.analysis.patches import DIM, Finder, Region, Rows, Window, bounds_of, made_rows
+from tightship.cached import cached_property
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.lower import finish

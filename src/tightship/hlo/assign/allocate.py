@@ -13,11 +13,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 
 import numpy as np
 
+from tightship.cached import cached_property
 from tightship.hlo.alias import AliasSet, Sharing
 from tightship.hlo.dataflow import Buffer, Node
 from tightship.hlo.liveness import LiveRanges

@@ -23,12 +23,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import gcd
 
 import numpy as np
 
 from tightship.baselines import xla_heap
+from tightship.cached import cached_property
 from tightship.hlo.alias import AliasSet, Sharing
 from tightship.hlo.assign.allocate import Allocation, Assignment, thread_locals
 from tightship.hlo.dataflow import Buffer

@@ -8,10 +8,10 @@ is left out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 
 from tightship.analysis.packing import Packing, packings
 from tightship.baselines.xla_remat import Result
+from tightship.cached import cached_property
 from tightship.graph import Graph
 from tightship.hlo.module import Module, check_copies
 from tightship.hlo.remat.cost import work_of

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.packing import packings
+from tightship.cached import cached_property
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.remat.cost import ACCELERATOR, Work, work_of

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from tightship.cached import cached_property
 from tightship.errors import BadInput
 from tightship.graph import Graph, Storage, Value
 from tightship.hlo.module import Computation, Instruction, Module, declared

@@ -24,12 +24,12 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tightship.analysis.bounds import Relaxation, single_moments, time_bound
 from tightship.analysis.moment_chain import ChainBound
+from tightship.cached import cached_property
 from tightship.errors import Unsupported
 from tightship.graph import Graph
 from tightship.options import Deadline, option

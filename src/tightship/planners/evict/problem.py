@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from tightship import _core
 from tightship.analysis.order import Rows, csr, deepest_first, hardest_first, pairs
 from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import block_of, colors, layer, role, without_numbers
+from tightship.cached import cached_property
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph, distinct
 from tightship.plan import Step

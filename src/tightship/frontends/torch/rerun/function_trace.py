@@ -8,7 +8,6 @@ results in the order in which they appear.
 
 from __future__ import annotations
 
-import functools
 import math
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tightship.cached import cached_property
 from tightship.errors import Unplannable
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
@@ -198,7 +198,7 @@ class FunctionTrace(NotCopied):
     def repeats(self) -> bool:
         return any(c.repeats for c in self.calls)
 
-    @functools.cached_property
+    @cached_property
     def places(self) -> dict[int, list[int]]:
         """The calls that each tensor occurs in, when all are made."""
         found: dict[int, list[int]] = {}
@@ -207,7 +207,7 @@ class FunctionTrace(NotCopied):
                 found.setdefault(n, []).append(k)
         return found
 
-    @functools.cached_property
+    @cached_property
     def asked_leaves(self) -> frozenset[int]:
         """The batch's tensors, counted from 0, of which something was asked or which were handed back: all where the
         caller's code runs inside of a call, as that may ask without being seen."""
