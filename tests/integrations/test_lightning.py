@@ -153,6 +153,29 @@ def test_a_run_is_resumed_from_a_checkpoint(tmp_path):
     assert planned.plans
 
 
+@pytest.fixture
+def one_rank(monkeypatch):
+    """What torchrun says to a process of a world of one."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_in_distributed_data_parallel_forward_is_compiled_and_not_what_a_step_does_beside_it(
+    tmp_path, one_rank
+):
+    """A list of losses that grows is Python state: compiled, each step would be another graph."""
+    planned = Tightship("90%", say=None, **QUICK)
+    model, _ = run(tmp_path, planned, epochs=3, strategy="ddp", devices=1)
+    other, _ = run(tmp_path, epochs=3, strategy="ddp", devices=1)
+    same(model, other)
+    assert len(model.losses) > torch._dynamo.config.recompile_limit
+    assert len(planned.plans) == 4  # for training and validation each size of batch
+    assert model._compiled_call_impl is None
+
+
 # --- the largest batch ---
 
 

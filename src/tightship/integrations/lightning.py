@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Tightship(CompileCallback, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.attach(pl_module, trainer.optimizers, accumulate=True)
+        _compile_forward_alone(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.look()
@@ -51,6 +53,20 @@ class Tightship(CompileCallback, Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.detach()
+
+
+def _compile_forward_alone(module: Any) -> None:
+    """Where a strategy wraps the module (DistributedDataParallel), Lightning calls ``training_step`` in the place of
+    ``forward``, once a step. With it Dynamo would compile what the step does beside the model, and again whenever
+    that changes (a list of losses grows): such a call runs as it is, and the ``forward`` in it as planned."""
+    compiled, plain = module._compiled_call_impl, module._call_impl
+
+    @wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        redirected = getattr(vars(module).get("forward"), "__module__", "").endswith(".strategies.strategy")
+        return (plain if redirected else compiled)(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 class LargestBatch(BatchSizeFinder):

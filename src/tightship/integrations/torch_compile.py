@@ -77,7 +77,8 @@ _BUCKETS = (
 
 _GATHERED = (
     "parameters of fully_shard are gathered, sent and freed by hooks, between graphs, where no plan counts them: use "
-    "tightship.fit, which takes the model as it is, or leave optimizer= out for a budget of each graph by itself"
+    "tightship.fit, which takes the model as it is, or leave optimizer= out (callbacks: optimizer=None) for "
+    "a budget of each graph by itself"
 )
 
 

@@ -592,7 +592,7 @@ def compiled_options(compiled: Any) -> dict[str, Any] | None:
 def _callbacks(compiled: Any) -> Iterator[Any]:
     """From what Dynamo calls with each frame down to what torch.compile was given."""
     implementation = getattr(compiled, "_compiled_call_impl", None)  # Module.compile
-    for thing in (compiled, implementation):
+    for thing in (compiled, implementation, getattr(implementation, "__wrapped__", None)):
         for context in _contexts(thing):
             callback = getattr(context, "callback", None)
             while callback is not None:
