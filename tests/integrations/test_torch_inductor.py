@@ -1429,6 +1429,30 @@ def test_images_of_grouped_convolutions_are_left_as_they_lie():
             assert turned == (n.args[8] == 1)
 
 
+def test_the_least_peak_is_that_of_both_ways_to_write_a_graph():
+    def missed(peak):
+        def search(budget, static, _first):
+            raise errors.Infeasible(budget=budget, lower_bound=static, best_peak=peak, compiled=True)
+
+        return search
+
+    def searching(peak, count, lean=None):
+        search = object.__new__(torch_inductor._Search)
+        search.search, search.count, search.unplanned = missed(peak), count, None
+        search.lean, search.stock = lambda: lean, lambda _share: None
+        return search
+
+    for first, second in ((900, 700), (700, 900)):
+        search = searching(first, 3, searching(second, 0))
+        with pytest.raises(errors.Infeasible) as no:
+            search.within(500, 100, None)
+        assert (no.value.best_peak, no.value.budget, no.value.lower_bound) == (700, 500, 100)
+        assert search.count == 3
+    with pytest.raises(errors.Infeasible) as no:
+        searching(900, 3).within(500, 100, None)
+    assert no.value.best_peak == 900
+
+
 def test_kernels_end_where_much_could_be_given_back():
     """Inductor writes loops one after the other into one kernel, and gives nothing back before all of it has run."""
     from types import SimpleNamespace
