@@ -1408,6 +1408,17 @@ def test_gradients_of_convolutions_are_computed_one_after_the_other_with_the_sam
         assert a is b is None or torch.equal(a, b)
 
 
+@pytest.mark.parametrize("last", [nn.Conv2d(8, 4, 3, stride=2), nn.ConvTranspose2d(8, 4, 3, stride=2)])
+def test_images_in_channels_last_change_no_numbers_but_for_rounding(last):
+    torch.manual_seed(0)
+    joint, _ = joint_of(nn.Sequential(Joined.row(3, 8), Joined.row(8, 8), last), images())
+    lean = compat_inductor.lean_convolutions(joint)
+    turned = [n for n in lean.graph.nodes if n.kwargs.get("memory_format") is torch.channels_last]
+    assert len(turned) >= 3
+    for a, b in zip(ran(joint), ran(lean), strict=True):
+        assert a is b is None or torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6) is None
+
+
 def test_images_of_convolutions_lie_in_one_layout_in_both_passes():
     """Inductor lays out anew what it saves of the last convolution's results, and gradients of an image's weights:
     kernels read one layout and write the other, with neither over the other."""
