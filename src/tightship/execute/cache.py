@@ -430,7 +430,8 @@ def write_kept(path: Path, data: bytes) -> None:
 class Partition(msgspec.Struct, frozen=True):
     """A partition that was chosen: Inductor's own at an ``activation_memory_budget`` of ``share`` or, where that is
     null, what ``plan`` or, where that is null too, ``source`` says. ``peak`` and ``needed`` (with its arena) were
-    replayed in bytes; ``recomputed`` kernels take ``seconds``; so many were ``lowered`` until it was found."""
+    replayed in bytes; ``recomputed`` kernels take ``seconds``; so many were ``lowered`` until it was found;
+    ``lean``: of the graph as it is written for memory."""
 
     source: str
     share: float | None
@@ -440,6 +441,7 @@ class Partition(msgspec.Struct, frozen=True):
     recomputed: int
     seconds: float
     lowered: int
+    lean: bool = False
 
 
 class Unplanned(msgspec.Struct, frozen=True):

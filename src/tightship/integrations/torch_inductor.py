@@ -5,10 +5,11 @@ are the fastest within the budget. Measure: bytes to the byte, by replaying the 
 candidate to (`execute.compiled`), before any kernel exists; seconds of recomputation, modeled. Candidates: Inductor's
 own partition, which wins where it fits; saved sets that our planner chooses on a model of fused code
 (``capture.fused``) for an inner target, moved by what the replays say; Inductor's own at several
-``activation_memory_budget`` values, and each block of the model computed again. Guarantee: what runs was replayed
-and is within the budget, or ``Infeasible`` has the least peak replayed. Known limits: the model of fused code steers
-which candidates are looked at, so a faster one may be missed. A budget is shared as in exact mode (`accounting`):
-with other graphs, gradients and the optimizer.
+``activation_memory_budget`` values, and each block of the model computed again; where none of that fits and there
+are convolutions, the same of a graph that is written for memory (`compat_inductor.lean_convolutions`). Guarantee:
+what runs was replayed and is within the budget, or ``Infeasible`` has the least peak replayed. Known limits: the
+model of fused code steers which candidates are looked at, so a faster one may be missed. A budget is shared as in
+exact mode (`accounting`): with other graphs, gradients and the optimizer.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Any, Final
 
 import torch
 import torch.utils.checkpoint
+from msgspec import structs
 from torch.fx import GraphModule
 
+from tightship import simulate
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, source_of
@@ -46,6 +49,11 @@ from tightship.verify import check
 __all__ = ["CompiledGraph", "Shares", "compile_within", "stock_peaks"]
 
 _STOCK: Final = source_of(1.0)
+_DEAD: Final = 64
+"""A lean pass's kernels end where the dead bytes are such a part of what the model has beyond the static set."""
+_LEAN: Final = (
+    "nothing else fits: gradients of convolutions are computed one after the other, kernels end early"
+)
 
 
 @dataclass
@@ -422,6 +430,7 @@ class _Search:
     ) -> None:  # fmt: skip
         self.owner, self.joint, self.inputs, self.outputs, self.lower = owner, joint, inputs, outputs, lower
         self.fixed = static
+        self.dead = 0  # in a lean graph: bytes for which a kernel ends
         self.count = 0
         self.notes: list[str] = []
         self.seen: dict[Hashable, Candidate[Pair]] = {}
@@ -446,16 +455,23 @@ class _Search:
             return self.again(chosen)
         if first is None:
             first = self.stock(1.0)
-        best = first if budget is None or first.needed <= budget else self.search(budget, static, first)
+        best = first if budget is None or first.needed <= budget else self.within(budget, static, first)
         row = Partition(
             best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
-            self.count,
+            self.count, _LEAN in self.notes,
         )  # fmt: skip
         self.kept.keep(self.unplanned, budget, row)
         return best
 
     def again(self, chosen: Partition) -> Candidate[Pair]:
         """A candidate that was chosen in an earlier run. Raises ``Outdated`` where it is not this graph's."""
+        if chosen.lean:
+            lean = self.lean()
+            if lean is None:
+                raise Outdated("a partition of another graph")
+            found = lean.again(structs.replace(chosen, lean=False))
+            self.count = chosen.lowered
+            return found
         try:
             plan = plan_of(chosen)
             if plan is not None and self.model is not None:
@@ -475,8 +491,41 @@ class _Search:
             plan,
         )  # fmt: skip
 
+    def within(self, budget: int, static: int, first: Candidate[Pair]) -> Candidate[Pair]:
+        """The fastest within the budget; of the lean graph only where there is none. Raises ``Infeasible``."""
+        try:
+            return self.search(budget, static, first)
+        except Infeasible as error:
+            lean = self.lean()
+            if lean is None:
+                raise
+            reached = error.best_peak
+        lean.unplanned, lean.count = self.unplanned, self.count
+        try:
+            return lean.search(budget, static, lean.stock(1.0))
+        except Infeasible as error:
+            best = min(reached, error.best_peak)
+            raise Infeasible(budget=budget, lower_bound=static, best_peak=best, compiled=True) from None
+        finally:
+            self.count = lean.count
+
+    def lean(self) -> _Search | None:
+        """The search on the graph as it is written for memory, where there are convolutions."""
+        joint = compat_inductor.lean_convolutions(self.joint) if self.model is not None else None
+        if joint is None:
+            return None
+        lean = _Search(self.owner, joint, self.inputs, self.outputs, self.fixed, self.lower)
+        if lean.model is None:
+            return None
+        graph = lean.model.graph
+        beyond = simulate.replay(graph, simulate.baseline(graph)).peak - graph.static_bytes
+        lean.dead = max(beyond // _DEAD, 1)
+        self.notes.append(_LEAN)
+        lean.notes = self.notes
+        return lean
+
     def search(self, budget: int, static: int, first: Candidate[Pair]) -> Candidate[Pair]:
-        """The fastest within the budget. Raises ``Infeasible``."""
+        """The fastest within the budget of this graph. Raises ``Infeasible``."""
         if self.model is None:
             return fastest([first], STOCK, self, budget, static)
         aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static, first.workspaces())
@@ -488,7 +537,15 @@ class _Search:
         return self.lowered(self.stock_pair(share), share)
 
     def stock_pair(self, share: float) -> Pair:
-        return compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
+        pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
+        return self.saving(pair.saved) if self.dead else pair
+
+    def saving(self, saved: Sequence[str], needed: Sequence[str] = ()) -> Pair:
+        return self.marked(compat_inductor.extract(self.joint, self.outputs, saved, needed))
+
+    def marked(self, pair: Pair) -> Pair:
+        """``pair``, of ours, as this graph is to be written."""
+        return compat_inductor.mark_lean(pair, self.dead) if self.dead else pair
 
     def seed(self, share: float | None) -> Pair | None:
         """Inductor's own partition at an ``activation_memory_budget``; for None, the one that computes each block of
@@ -496,7 +553,7 @@ class _Search:
         if share is not None:
             return self.stock_pair(share)
         saved = between_blocks(self.joint, self.model.is_late) if self.model is not None else ()
-        return compat_inductor.extract(self.joint, self.outputs, saved) if saved else None
+        return self.saving(saved) if saved else None
 
     def seconds(self, pair: Pair) -> float:
         return self.cost(pair)[1]
@@ -537,9 +594,9 @@ class _Search:
         """The partition that a plan says."""
         assert self.model is not None
         model = self.model
-        pair = compat_inductor.extract(self.joint, self.outputs, model.saved(plan), model.needed(plan))
+        pair = self.saving(model.saved(plan), model.needed(plan))
         try:
-            return self.model.ordered(plan, pair)
+            return self.marked(model.ordered(plan, pair))
         except (
             Unsupported
         ) as error:  # the saved set alone is right as well: what is left out is the plan's order

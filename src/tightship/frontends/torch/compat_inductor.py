@@ -30,6 +30,7 @@ from tightship.frontends.torch.compat_inductor_caches import (
     named,
     partitioner,
 )  # fmt: skip
+from tightship.frontends.torch.compat_inductor_convolutions import lean_convolutions
 from tightship.frontends.torch.compat_inductor_lines import (
     AS_IT_IS,
     ORIGIN,
@@ -47,6 +48,7 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     draws,
     extract,
     is_view,
+    mark_lean,
     origin,
     overwritten,
     overwritten_count,
@@ -55,7 +57,6 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     runs_once,
     stock_pair,
     stock_saved,
-    turns_to_channels_last,
     with_backward,
 )  # fmt: skip
 
@@ -79,7 +80,9 @@ __all__ = [
     "dry_graph",
     "extract",
     "is_view",
+    "lean_convolutions",
     "lower",
+    "mark_lean",
     "of_module",
     "origin",
     "overwritten",
@@ -90,7 +93,6 @@ __all__ = [
     "stock_pair",
     "stock_saved",
     "traced",
-    "turns_to_channels_last",
     "with_backward",
 ]
 
@@ -114,6 +116,7 @@ _LEANED_ON: Final = {
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal",),
     "torch._inductor.codegen.cpp": (
         "CppKernelProxy.codegen_functions", "CppScheduling.codegen_node", "CppScheduling.kernel_proxy_cls",
+        "CppScheduling.ready_to_flush",
         "OuterLoopFusedSchedulerNode", "KernelGroup.finalize_kernel", "TilingSelect.select_tiling", "LoopNest.tile",
     ),
     "torch._inductor.codegen.common": ("device_codegens", "init_backend_registration", "DeviceCodegen",),

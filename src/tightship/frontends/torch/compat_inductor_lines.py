@@ -15,7 +15,7 @@ import torch
 
 from tightship.errors import Unsupported
 
-__all__ = ["AS_IT_IS", "ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines"]
+__all__ = ["AS_IT_IS", "LEAN", "ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines"]
 
 
 # --- what a lowered graph asks of memory -----------------------------------------------------------------------
@@ -146,6 +146,11 @@ SEGMENT: Final = "tightship_segment"
 
 AS_IT_IS: Final = "inductor_realize_to_strides"
 """What a node's metadata says to Inductor: its value is a tensor, with the strides of the node's."""
+
+
+LEAN: Final = "tightship_lean"
+"""What a node's metadata says of a pass that is written for memory: Inductor writes loops one after the other into
+one kernel, and gives back what they read when all of it has run; where so many bytes are dead, the kernel ends."""
 
 
 def _origin(buffer: Any, graph: Any) -> str:

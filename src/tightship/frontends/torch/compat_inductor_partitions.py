@@ -23,11 +23,11 @@ from tightship.frontends.torch.compat_compile import (
     overwritten_inputs,
     wanted_by_forward,
 )
-from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, ORIGIN
+from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, LEAN, ORIGIN
 
 __all__ = [
-    "Pair", "as_planned", "copied", "digest", "draws", "extract", "is_view", "origin", "overwritten",
-    "overwritten_count", "realize_as_is", "results_of", "runs_once", "stock_pair", "stock_saved",
+    "Pair", "as_planned", "copied", "digest", "draws", "extract", "is_view", "mark_lean", "origin",
+    "overwritten", "overwritten_count", "realize_as_is", "results_of", "runs_once", "stock_pair", "stock_saved",
     "turns_to_channels_last", "with_backward",
 ]  # fmt: skip
 
@@ -325,8 +325,13 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
     convolutions to channels-last first, and keep the copies until the backward pass. Where a convolution of the
     forward pass is computed again in the backward pass, Inductor would turn the inputs of all of them to
     channels-last, as it does not in a backward pass without one: for gradients of depthwise convolutions oneDNN then
-    takes many times the workspace. Layouts stay there."""
+    takes many times the workspace. Layouts stay there.
+
+    In a lean pass (`mark_lean`) C++ kernels end where much is dead, and what follows the last convolution lies as it
+    does: Inductor would lay out anew what is saved of it, and kernels of the backward pass would read both layouts.
+    """
     from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.graph import GraphLowering
 
     ours = any(ORIGIN in n.meta for n in graph.graph.nodes)
@@ -335,16 +340,61 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
 
     def but_inputs(self: Any) -> Any:
         found = before(self)
+        if worth is not None:
+            found |= _after(self.module, found)
         found -= {n for n in found if n.op == "placeholder"}
         return found
+
+    worth = min((n.meta[LEAN] for n in graph.graph.nodes if LEAN in n.meta), default=None)
+    ready = CppScheduling.ready_to_flush
+
+    def ends(self: Any) -> bool:
+        return bool(ready(self)) or (worth is not None and _dead(self.scheduler) >= worth)
 
     with config.patch({**more, **(settings if ours else {})}):
         if ours:
             GraphLowering.find_nodes_prefer_channels_last = but_inputs
+            CppScheduling.ready_to_flush = ends
         try:
             yield
         finally:
+            CppScheduling.ready_to_flush = ready
             GraphLowering.find_nodes_prefer_channels_last = before
+
+
+def mark_lean(pair: Pair, nbytes: int) -> Pair:
+    """The pair, to be written for memory: kernels end where ``nbytes`` are dead."""
+    for gm in (pair.forward, pair.backward):
+        for n in gm.graph.nodes:
+            if n.op == "call_function":
+                n.meta[LEAN] = nbytes
+    return pair
+
+
+def _after(gm: GraphModule, found: Collection[Node]) -> set[Node]:
+    """The nodes of images that are computed from those ``found``."""
+    more: set[Node] = set()
+    for n in gm.graph.nodes:
+        val = n.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.dim() == 4:
+            more |= {n} if any(a in found or a in more for a in n.all_input_nodes) else set()
+    return more
+
+
+def _dead(scheduler: Any) -> int:
+    """Bytes that could be given back if the kernel that is being written ended."""
+    from torch._inductor.virtualized import V
+
+    graph, total = V.graph, 0
+    for name in scheduler.buffer_names_to_free - graph.removed_buffers - graph.wrapper_code.freed:
+        if name in scheduler.name_to_buf:
+            buf = scheduler.name_to_buf[name]
+            node = buf.node if buf.can_free() else None
+        else:  # of the caller's tensors nothing is given back
+            node = None if name.startswith(("primals", "tangents")) else graph.graph_inputs.get(name)
+        if node is not None and hasattr(node, "get_size"):
+            total += int(graph.sizevars.optimization_hint(node.get_numel())) * node.get_dtype().itemsize
+    return total
 
 
 def _check_reads(gm: GraphModule, gone: Collection[str]) -> None:

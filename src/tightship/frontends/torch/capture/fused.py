@@ -172,13 +172,10 @@ class Writing:
     there: dict[Node, Node] = field(default_factory=dict)  # a joint node's tensor, as it is now
     made: dict[tuple[Any, ...], Node] = field(default_factory=dict)  # what is fused into its readers
     segment: int = 0  # grows with every kernel that nothing is fused into
-    late: frozenset[Node] = frozenset()
-    channels_last: bool = False  # whether Inductor has the forward pass's convolutions so
 
     def run(self) -> torch.fx.Graph:
         joint, graph, steps = self.joint, self.joint.graph, self.plan.steps
         assert isinstance(joint, FusedJoint) and self.pair is not None
-        self.late, self.channels_last = joint.late, compat_inductor.turns_to_channels_last(self.pair.forward)
         (call, *_) = joint.calls.values()
         self.named = {n.name: n for n in call.graph.nodes}
         for old in [n for n in self.pair.backward.graph.nodes if n.op == "placeholder"]:
@@ -212,31 +209,11 @@ class Writing:
     def op(self, node: Node, kept: set[str]) -> None:
         if not is_pointwise(node) and not is_reduction(node):
             self.segment += 1
-        new = self.copied(node, self.turned(node))
+        new = self.copied(node)
         parts = [u for u in node.users if u.target is operator.getitem]
         for part in parts or [node]:
             if part.name in kept or not parts:
                 self.there[part] = self.copied(part, {node: new}) if part is not node else new
-
-    def turned(self, node: Node) -> dict[Node, Node] | None:
-        """A convolution of the forward pass whose image is an input, turned to channels-last there, runs again on
-        such an image: what follows would lie in two ways otherwise, and be copied from one to the other."""
-        if (
-            not self.channels_last
-            or node.target is not torch.ops.aten.convolution.default
-            or node in self.late
-        ):
-            return None
-        image = node.args[0]
-        if not isinstance(image, Node) or image.op != "placeholder" or image.meta["val"].dim() != 4:
-            return None
-        new = self.fx.call_function(torch.ops.aten.clone.default, (self.read(image),))
-        value = image.meta["val"].contiguous(memory_format=torch.channels_last)
-        new.meta = {
-            "val": value, compat_inductor.ORIGIN: image.name, compat_inductor.SEGMENT: self.segment,
-            compat_inductor.AS_IT_IS: True,
-        }  # fmt: skip
-        return {image: new}
 
     def copied(self, node: Node, given: dict[Node, Node] | None = None) -> Node:
         resolve = self.read if given is None else lambda a: given.get(a) or self.read(a)
@@ -336,7 +313,8 @@ class Fusing:
             foreign = any(self._foreign(r) for r in reached)
             across = n not in self.late and any(r in self.late for r in reached)
             drawn = "inductor_random" in str(n.target)  # Inductor writes them out always
-            if not is_pointwise(n) or drawn or n in handed or foreign or len(reached) > 1 or across:
+            apart = drawn or n in handed or compat_inductor.AS_IT_IS in n.meta
+            if not is_pointwise(n) or apart or foreign or len(reached) > 1 or across:
                 exists.add(n)
         return exists
 

@@ -1,0 +1,102 @@
+"""Joint graphs whose convolutions take less memory: the same ops in another form, which Inductor lowers otherwise.
+
+A part of ``compat``, under the same rule as `compat_inductor`: private interfaces of one version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tightship.frontends.torch.compat_compile import mutates
+from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS
+from tightship.frontends.torch.compat_inductor_partitions import copied, turns_to_channels_last
+
+__all__ = ["lean_convolutions"]
+
+_GROUPS: Final = {
+    torch.ops.aten.convolution.default: (8, 1),
+    torch.ops.aten.convolution_backward.default: (9, 2),
+}
+"""Of each op: which argument is the number of groups, and how many of the first ones are images."""
+
+
+def lean_convolutions(joint: GraphModule) -> GraphModule | None:
+    """A copy of a joint graph in which a convolution's gradients are computed one after the other, that of its
+    weights first: the same kernels give the same numbers, but what was read for the first, and what it took, may be
+    gone when the second is made. Images lie in channels-last where Inductor has convolutions so, and what is computed
+    from them with them: no kernel writes one layout while it reads another. None where there is no such
+    convolution."""
+    made = copied(joint)
+    both = [n for n in made.graph.nodes if n.target is torch.ops.aten.convolution_backward.default]
+    both = [n for n in both if all(n.args[10][:2]) and {u.args[1] for u in n.users} >= {0, 1}]
+    if not both:
+        return None
+    if turns_to_channels_last(made):
+        _images_in_channels_last(made)
+    _slices_by_themselves(made, both)
+    for n in both:
+        _one_after_the_other(made, n)
+    made.graph.lint()
+    made.recompile()
+    return made
+
+
+def _one_after_the_other(gm: GraphModule, both: Node) -> None:
+    *rest, mask = both.args
+    for wanted in ((False, *mask[1:]), (True, False, False)):  # type: ignore[index]
+        with gm.graph.inserting_before(both):
+            one = gm.graph.call_function(both.target, (*rest, list(wanted)), both.kwargs)  # type: ignore[arg-type]
+        values = tuple(v if w else None for v, w in zip(both.meta["val"], wanted, strict=True))
+        one.meta = {**both.meta, "val": values}
+        for part in [u for u in both.users if wanted[u.args[1]]]:  # type: ignore[index]
+            part.args = (one, part.args[1])
+            one.append(part)
+    gm.graph.erase_node(both)
+
+
+def _slices_by_themselves(gm: GraphModule, both: Sequence[Node]) -> None:
+    """Gives a tensor of its own to each part of such a gradient that is read later than another part: a gradient of
+    concatenated images would stay whole until the last of them is reached."""
+    place = {n: k for k, n in enumerate(gm.graph.nodes)}
+    for whole in [u for n in both for u in n.users if u.args[1] == 0]:
+        parts = [u for u in whole.users if u.target is torch.ops.aten.slice.Tensor and u.users]
+        parts.sort(key=lambda u: min(place[x] for x in u.users))
+        for part in parts[1:] if len(parts) == len(whole.users) else ():
+            _copy_of(gm, part, part.users, part.meta["val"].clone())
+
+
+def _images_in_channels_last(gm: GraphModule) -> None:
+    """Has what convolutions read, of images that lie otherwise when they are made, read by all in channels-last.
+    Gradients of grouped convolutions would take many times the workspace then."""
+    images: dict[Node, None] = {}
+    for n in gm.graph.nodes:
+        groups, count = _GROUPS.get(n.target, (0, 0))
+        if count and n.args[groups] == 1:
+            images.update((x, None) for x in n.args[:count] if _lies_otherwise(x))
+    for image in images:
+        readers = [u for u in image.users if u.op != "output" and not mutates(u)]
+        value = image.meta["val"].contiguous(memory_format=torch.channels_last)
+        _copy_of(gm, image, readers, value, memory_format=torch.channels_last)
+
+
+def _lies_otherwise(image: Any) -> bool:
+    val = image.meta.get("val") if isinstance(image, Node) else None
+    if not isinstance(val, torch.Tensor) or val.dim() != 4 or any(map(mutates, image.users)):
+        return False
+    fused = image.op == "placeholder" or torch.Tag.pointwise in getattr(image.target, "tags", ())
+    return fused and not val.is_contiguous(memory_format=torch.channels_last)
+
+
+def _copy_of(gm: GraphModule, node: Node, readers: Iterable[Node], value: torch.Tensor, **how: Any) -> None:
+    """Has ``readers`` read a copy of a node that is a tensor of its own."""
+    among = set(readers)
+    first = node if node.op != "placeholder" else [*gm.graph.find_nodes(op="placeholder")][-1]
+    with gm.graph.inserting_after(first):
+        own = gm.graph.call_function(torch.ops.aten.clone.default, (node,), how)
+    own.meta = {**node.meta, AS_IT_IS: True, "val": value}
+    own.meta.pop("desc", None)
+    node.replace_all_uses_with(own, delete_user_cb=lambda u: u in among)
