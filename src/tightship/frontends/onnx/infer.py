@@ -75,7 +75,7 @@ def infer(model: Model, shapes: Shapes) -> Scope:
     shapes.check_used(walk.names, "--shape")
     if walk.unknown:
         unknown = list(walk.of_inputs or walk.unknown)  # with these sizes the others may be known, too
-        names = ", ".join(unknown)
+        names = ", ".join(f"{n} ({walk.unknown[n]})" for n in unknown)
         hint = ",".join(f"{n}={'NxM' if n in walk.shapeless else 'N'}" for n in unknown[:4])
         raise UnknownSize(f"unknown size of {names}; give --shape {hint}", place=str(model.path))
     scope.notes = tuple(walk.notes)
@@ -87,7 +87,7 @@ class _Walk:
         self.model, self.shapes, self.place = model, shapes, str(model.path)
         self.opsets = model.opsets
         self.imports = list(model.proto.opset_import)
-        self.unknown: dict[str, None] = {}
+        self.unknown: dict[str, str] = {}  # by name: which axis of what it is
         self.of_inputs: tuple[str, ...] = ()  # those among them that are dimensions of the model's inputs
         self.notes: list[str] = []
         self.shapeless: set[str] = set()  # values among them of which not even the rank is known
@@ -135,7 +135,7 @@ class _Walk:
         for i in names:
             self._once(scope, i.name, "input")
             t = type_of(i.type, f"{self.place}: input {i.name!r}")
-            scope.types[i.name] = self._resolve(i.name, t, root=True)
+            scope.types[i.name] = self._resolve(i.name, t, root=True, of=f"input {i.name!r}")
         self.of_inputs = tuple(self.unknown)
 
     def _declared(self, proto: Any) -> dict[str, TensorType]:
@@ -147,16 +147,18 @@ class _Walk:
         return found
 
     def _resolve(
-        self, name: str, t: TensorType, *, root: bool, declared: TensorType | None = None
+        self, name: str, t: TensorType, *, root: bool, of: str, declared: TensorType | None = None
     ) -> TensorType:
-        """The type with names for what is unknown; ``root``: what is unknown begins here."""
+        """The type with names for what is unknown; ``root``: what is unknown begins here; ``of``: what the value
+        is."""
         if declared is not None and declared.shape is not None:
             t = _completed(t, declared)
         self.names.update((d, None) for d in t.shape or () if isinstance(d, str) and d)
         t = self.shapes.applied(name, t)
         if t.shape is None:
             if root:
-                self.names[name] = self.unknown[name] = None
+                self.names[name] = None
+                self.unknown[name] = f"the whole shape of {of}"
                 self.shapeless.add(name)
             return t
         dims_: list[Dim] = []
@@ -165,7 +167,7 @@ class _Walk:
                 d = f"{name}[{axis}]"
                 self.names[d] = None
             if isinstance(d, str) and root:
-                self.unknown[d] = None
+                self.unknown.setdefault(d, f"axis {axis} of {of}")
             dims_.append(d)
         return TensorType(t.dtype, tuple(dims_))
 
@@ -188,7 +190,8 @@ class _Walk:
                 settled.append(t)
                 continue
             self._once(scope, name, where)
-            t = self._resolve(name, t, root=root, declared=declared.get(name))
+            of = f"{name!r}, a result of {node.op_type} {label(node, k)!r}"
+            t = self._resolve(name, t, root=root, of=of, declared=declared.get(name))
             if t.known and any(n < 0 for n in t.sizes):
                 raise BadInput(f"negative dimension in the shape {t.sizes} of {name!r}", place=where)
             if not t.dtype:
@@ -313,7 +316,7 @@ class _Walk:
         scope.bodies.setdefault(k, {})[name] = inner
         return inner
 
-    def drop(self, scope: Scope, k: int, name: str, unknown: dict[str, None], notes: int) -> None:
+    def drop(self, scope: Scope, k: int, name: str, unknown: dict[str, str], notes: int) -> None:
         """Forget a body, and what was unknown or said in it."""
         scope.bodies.get(k, {}).pop(name, None)
         self.unknown = unknown
