@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime
 
-from tightship.errors import BadInput, TightshipError
+from tightship.errors import BadInput, TightshipError, Unsupported
 from tightship.files import part_of, unreadable, unwritable
 from tightship.frontends.onnx.lower import Program
 from tightship.integrations.onnx_write import bring_data, write_model
@@ -29,6 +29,7 @@ from tightship.integrations.onnxruntime import (
     AS_IT_IS,
     PLANNED,
     arena,
+    check_room,
     measure,
     portable,
     random_feeds,
@@ -45,6 +46,9 @@ _SLOWER: Final = 1.03
 _SECONDS, _ROUNDS, _LEAST = 3.0, 25, 5
 """Time for rounds, and how many there are at most and at least."""
 
+
+_AT_ONCE: Final = 2
+"""Sessions that take turns."""
 
 _WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "planned": PLANNED,
@@ -298,8 +302,12 @@ def _best(
         for name, given in _WAYS.items():
             brought.update(write_model(program, plan, part, given, named=target))
             try:
+                check_room(original, _AT_ONCE)
                 inputs = feeds_of(original) if feeds is None else feeds
                 tried[name] = _again_if_close(original, part, given, inputs)
+            except Unsupported as error:
+                os.replace(part, target)
+                return Answer(name, given, portability, tried, str(error))
             except BadInput as error:
                 hint = "" if feeds is not None else "; give inputs it can run on with --inputs"
                 os.replace(part, target)

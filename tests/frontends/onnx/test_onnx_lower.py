@@ -51,7 +51,9 @@ def test_every_unknown_dimension_is_named(tmp_path):
 
 def test_a_value_without_a_shape_is_asked_for_whole(tmp_path):
     model = made([node("Relu", ["x"], ["y"])], [value("x", None)], [value("y", None)])
-    with pytest.raises(UnknownSize, match="unknown size of x .the whole shape of input 'x'.; give --shape x=NxM"):
+    with pytest.raises(
+        UnknownSize, match=r"x \(the whole shape of input 'x'\); give --shape x=NxM"
+    ):
         graph_of(tmp_path, model)
     assert peak(graph_of(tmp_path, model, "x=4x8")) == 128
 
@@ -204,7 +206,9 @@ def test_nameless_dimensions_are_those_of_their_axis(tmp_path):
     """Exporters write -1 or '?' for whatever they do not know: two of them are not one."""
     x = helper.make_tensor_value_info("x", FLOAT, [-1, 3, "?", "?"])
     model = made([node("Neg", ["x"], ["y"])], [x], [value("y", None)])
-    with pytest.raises(UnknownSize, match=r"unknown size of x\[0\].*, x\[2\].*, x\[3\] \(axis 3 of input 'x'\); give"):
+    with pytest.raises(
+        UnknownSize, match=r"unknown size of x\[0\].*, x\[2\].*, x\[3\] \(axis 3 of input 'x'\); give"
+    ):
         graph_of(tmp_path, model)
     graph = graph_of(tmp_path, model, "x=2x3x4x16")
     assert graph.storages[storage_of(graph, "y")].size == 2 * 3 * 4 * 16 * 4
@@ -215,7 +219,9 @@ def test_only_sizes_of_inputs_are_asked_for_where_they_may_suffice(tmp_path):
     model = made(nodes, [value("x", ["batch", 8])], [value("out", None, TensorProto.INT64)])
     with pytest.raises(UnknownSize, match=r"unknown size of batch \(.*\); give --shape batch=N$"):
         graph_of(tmp_path, model)
-    with pytest.raises(UnknownSize, match=r"where\[1\] \(axis 1 of 'where', a result of NonZero 'NonZero_0'\); give"):
+    with pytest.raises(
+        UnknownSize, match=r"where\[1\] \(axis 1 of 'where', a result of NonZero 'NonZero_0'\); give"
+    ):
         graph_of(tmp_path, model, "batch=2")
 
 
