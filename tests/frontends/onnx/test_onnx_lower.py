@@ -51,9 +51,7 @@ def test_every_unknown_dimension_is_named(tmp_path):
 
 def test_a_value_without_a_shape_is_asked_for_whole(tmp_path):
     model = made([node("Relu", ["x"], ["y"])], [value("x", None)], [value("y", None)])
-    with pytest.raises(
-        UnknownSize, match=r"x \(the whole shape of input 'x'\); give --shape x=NxM"
-    ):
+    with pytest.raises(UnknownSize, match=r"x \(the whole shape of input 'x'\); give --shape x=NxM"):
         graph_of(tmp_path, model)
     assert peak(graph_of(tmp_path, model, "x=4x8")) == 128
 
