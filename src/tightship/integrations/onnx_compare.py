@@ -182,6 +182,10 @@ def read_feeds(path: str | os.PathLike[str]) -> dict[str, Any]:
 # --- sessions side by side ---
 
 
+class _DoesNotRun(BadInput):
+    """A model that loads, and does not run on the inputs that it was given."""
+
+
 def compared(
     model: str | os.PathLike[str],
     file: str | os.PathLike[str],
@@ -206,9 +210,8 @@ def compared(
     except TightshipError:
         raise
     except Exception as error:  # the runtime's classes have no common one
-        raise BadInput(
-            f"onnxruntime does not run it: {' '.join(str(error).split())}", place=os.fspath(model)
-        ) from error
+        said = " ".join(str(error).split())
+        raise _DoesNotRun(f"onnxruntime does not run it: {said}", place=os.fspath(model)) from error
     uses = [
         Use(statistics.median(t), run.peak, held.peak, held.holds, held.scratch, held.node)
         for t, run, held in zip(times, with_profile, arenas, strict=True)
@@ -309,7 +312,8 @@ def _best(
                 os.replace(part, target)
                 return Answer(name, given, portability, tried, str(error))
             except BadInput as error:
-                hint = "" if feeds is not None else "; give inputs it can run on with --inputs"
+                ours = feeds is None and isinstance(error, _DoesNotRun)
+                hint = "; give inputs it can run on with --inputs" if ours else ""
                 os.replace(part, target)
                 return Answer(name, given, portability, tried, f"{error}{hint}")
             if must or tried[name].better:

@@ -515,8 +515,12 @@ def test_without_onnxruntime_its_ops_are_asked_for(tmp_path, monkeypatch):
     with pytest.raises(UnknownSize, match="unknown type of the value 'y'"):
         graph_of(tmp_path, own("FusedMatMul", ["a", "a"], transB=1), "n=2")
     monkeypatch.undo()
-    with pytest.raises(UnknownSize, match="unknown type of the value 'y'"):
+    with pytest.raises(UnknownSize, match=r"unknown type of the value 'y'; .*model's value_info"):
         graph_of(tmp_path, own("OfNobody", ["a"]), "n=2")
+    declared = own("OfNobody", ["a"])
+    declared.graph.value_info.append(value("y", ["n", 32]))
+    graph = graph_of(tmp_path, declared, "n=2")
+    assert graph.storages[storage_of(graph, "y")].size == 256
 
 
 def test_a_convolution_of_the_runtimes_writes_over_what_it_adds(tmp_path):

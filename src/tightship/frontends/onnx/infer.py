@@ -19,7 +19,6 @@ import onnx
 from onnx import shape_inference
 
 from tightship.errors import BadInput, UnknownSize, Unsupported
-from tightship.files import unreadable
 from tightship.frontends.onnx import contrib
 from tightship.frontends.onnx.load import Model, external
 from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, type_of
@@ -80,6 +79,12 @@ def infer(model: Model, shapes: Shapes) -> Scope:
         raise UnknownSize(f"unknown size of {names}; give --shape {hint}", place=str(model.path))
     scope.notes = tuple(walk.notes)
     return scope
+
+
+_DECLARE: Final = (
+    "an op of a domain that neither onnx nor onnxruntime knows needs the type and shape of its results in the "
+    "model's value_info (onnx.helper.make_tensor_value_info)"
+)
 
 
 class _Walk:
@@ -199,7 +204,7 @@ class _Walk:
                     nbytes_of(
                         TensorType(text.dtype, ()), f"{self.place}: value {given!r}"
                     )  # a string has none
-                raise UnknownSize(f"unknown type of the value {name!r}", place=where)
+                raise UnknownSize(f"unknown type of the value {name!r}; {_DECLARE}", place=where)
             scope.types[name] = t
             settled.append(t)
         self._evaluate(scope, node, names, settled)
@@ -251,7 +256,8 @@ class _Walk:
         domain = "" if standard else node.domain
         version = self.opsets.get(domain)
         if version is None:
-            raise BadInput(f"unknown domain {node.domain!r}: it is not among the model's opsets", place=where)
+            fault = f"unknown domain {node.domain!r}: it is not among the model's opsets (opset_import)"
+            raise BadInput(fault, place=where)
         types: dict[str, TensorType] = {}
         if onnx.defs.has(node.op_type, version, domain):
             types = self._by_onnx(scope, node, domain, version, where)
@@ -517,7 +523,8 @@ def _read(path: Path, offset: int, size: int, place: str) -> bytes:
             file.seek(offset)
             data = file.read(size)
     except (OSError, ValueError) as error:
-        raise unreadable(error, f"{place}: external data") from error
+        said = getattr(error, "strerror", None) or error
+        raise BadInput(f"cannot read external data at {str(path)!r}: {said}", place=place) from error
     if len(data) != size:
         raise BadInput(f"{len(data)} bytes of external data for a tensor of {size} bytes", place=place)
     return data
