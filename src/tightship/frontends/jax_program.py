@@ -454,7 +454,7 @@ def on_values(
 
 def _tells(aval: Any) -> bool:
     """Whether a value can hold back another one."""
-    return bytes_of(aval) > 0 and jnp.issubdtype(aval.dtype, jnp.floating)
+    return bytes_of(aval) > 0 and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def late(
@@ -517,5 +517,5 @@ def _chosen(value: Any, always: Any) -> Any:
 
 def _always(token: Any) -> Any:
     """True, once the token is there."""
-    first = jax.lax.slice(token, (0,) * token.ndim, (1,) * token.ndim).reshape(())
+    first = jnp.real(jax.lax.slice(token, (0,) * token.ndim, (1,) * token.ndim).reshape(()))
     return (first == first) | (first != first)
