@@ -82,6 +82,16 @@ def test_a_plan_far_above_its_bound_gets_a_higher_one() -> None:
     assert chain_bound(graph, limit) * 1.02 < plan.time_bound <= plan.time
 
 
+def test_where_nobody_reads_the_bound_none_is_looked_for(monkeypatch) -> None:
+    """The plan is the same."""
+    graph, o = uneven(2), default.Options(place=False, hand_out=False, work=200_000)
+    limit = limit_of(graph, 0.4)
+    plan = default.plan(graph, limit, o)
+    monkeypatch.setattr("tightship.planners.search.linked_bound", None)
+    quick = default.plan(graph, limit, o, prove=False)
+    assert quick.steps == plan.steps and quick.time_bound < plan.time_bound
+
+
 def test_a_bound_is_never_less_than_what_is_known() -> None:
     graph = chain(12)
     limit, line = limit_of(graph, 0.5), unplanned(graph)

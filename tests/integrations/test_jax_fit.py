@@ -13,7 +13,7 @@ import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
 from tightship.errors import BadInput, Infeasible  # noqa: E402
-from tightship.frontends.jax_program import Ops, inlined  # noqa: E402
+from tightship.frontends.jax_program import Ops, _chosen, inlined  # noqa: E402
 from tightship.integrations.jax_fit import FittedStep  # noqa: E402
 from tightship.integrations.jax_levels import (  # noqa: E402
     POLICIES,
@@ -192,6 +192,53 @@ def test_random_bits_and_effects_happen_once(capsys) -> None:
     assert capsys.readouterr().out.count("seen") == 1
     assert fitted.fits[0].repeated > 0
     assert same(got, jax.jit(step)(separate(weights()), X, KEY))
+
+
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_keys_of_either_kind_hold_back_what_is_made_of_them_again(many) -> None:
+    """Bits that are read twice are drawn twice, also of a key of JAX's own type, which nothing else is read with."""
+    params, shape = separate(weights()), (BATCH, 4 * WIDE)
+
+    def noise(key):
+        if many:
+            return jax.vmap(lambda k: jax.random.normal(k, shape[1:]))(jax.random.split(key, BATCH))
+        return jax.random.normal(key, shape)
+
+    def loss(params, x, key):
+        for k in range(3):
+            x = x + (jnp.tanh(x @ params["up"][k]) * noise(jax.random.fold_in(key, k))) @ params["down"][k]
+        return (x**2).mean()
+
+    sizes = []
+    for key in (jax.random.PRNGKey(3), jax.random.key(3)):
+        fitted = tightship.jax.fit(jax.grad(loss), "static+50%", seconds=1000.0)
+        assert same(fitted(params, X, key), jax.jit(jax.grad(loss))(params, X, key))
+        sizes.append(fitted.fits[0].memory.temporaries)
+    assert sizes[0] == sizes[1]
+
+
+def test_complex_values_hold_back_what_runs_after_them() -> None:
+    """A row of Fourier transforms: what lies between the backward pass's ops is complex, and little else is made."""
+
+    def loss(filters, x):
+        for w in filters:
+            x = x + jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(x)) * w, n=WIDE)
+        return (x**2).mean()
+
+    filters = [jnp.ones(WIDE // 2 + 1) + 0.1j * k for k in range(5)]
+    fitted = tightship.jax.fit(jax.grad(loss), "static+60%")
+    assert same(fitted(filters, X), jax.jit(jax.grad(loss))(filters, X))
+    assert fitted.fits[0].memory.temporaries <= 0.6 * fitted.fits[0].before.temporaries
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_an_operand_that_is_late_has_the_same_contents(extended) -> None:
+    """In the compiled program, too, the key goes through a choice: XLA would take a copy of the bits out."""
+    key = jax.random.split(jax.random.key(1) if extended else jax.random.PRNGKey(1), 3)
+    chosen = jax.jit(_chosen)(key, jnp.array(True))
+    none = jax.jit(_chosen)(key, jnp.array(False))
+    data = (lambda k: np.asarray(jax.random.key_data(k))) if extended else np.asarray
+    assert chosen.dtype == key.dtype and np.array_equal(data(chosen), data(key)) and not data(none).any()
 
 
 def test_other_programs() -> None:

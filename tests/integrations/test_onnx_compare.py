@@ -301,6 +301,11 @@ def test_what_the_runtime_cannot_run_is_said(tmp_path):
     plan, out = api.plan_graph(original.graph).plan, tmp_path / "out.onnx"
     answer = write_best(original, plan, original, out)
     assert "--inputs" in answer.failure and not answer.tried and out.exists()
+    unknown = made([node("OfNobody", ["x"], ["y"], domain="com.nobody")], [value("x", [4])], [value("y", [4])],
+                   opsets=[helper.make_opsetid("com.nobody", 1)])  # fmt: skip
+    foreign = lower(read(saved(tmp_path, unknown, "foreign.onnx")))
+    failure = write_best(foreign, api.plan_graph(foreign.graph).plan, foreign, tmp_path / "f.onnx").failure
+    assert "does not load it" in failure and "--inputs" not in failure
     np.savez(tmp_path / "in.npz", i=np.zeros(64, np.int64))
     answer = write_best(original, plan, original, out, read_feeds(tmp_path / "in.npz"))
     assert not answer.failure and answer.tried["planned"].difference == 0

@@ -211,12 +211,14 @@ def _optimized(source: Source, chosen: argparse.Namespace, options: dict[str, An
         if chosen.optimize is None:
             return source
         raise Unsupported("--optimize", "onnxruntime is not installed", "pip install onnxruntime")
-    from tightship.integrations.onnxruntime import optimized
+    from tightship.integrations.onnxruntime import check_room, optimized
 
     program: Any = source.program
     held = contextlib.ExitStack()
     atexit.register(held.close)  # weights are read from there as long as the model is
     try:
+        if chosen.optimize is None:
+            check_room(program, 1)
         folder = held.enter_context(scratch_folder())
         made = optimized(program, folder, chosen.shape, level, target=Path(chosen.write))
     except TightshipError as error:

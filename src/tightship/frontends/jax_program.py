@@ -454,7 +454,7 @@ def on_values(
 
 def _tells(aval: Any) -> bool:
     """Whether a value can hold back another one."""
-    return bytes_of(aval) > 0 and jnp.issubdtype(aval.dtype, jnp.floating)
+    return bytes_of(aval) > 0 and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def late(
@@ -486,19 +486,36 @@ def late(
     for op, row in zip(group, outside, strict=True):
         if set(ops.reads(ops.members[op])) & made or any(v in held_back for v in row):
             continue  # is late by an operand that is
-        may = [v for v in row if not jax.dtypes.issubdtype(program.avals[v].dtype, jax.dtypes.extended)]
+        may = [v for v in row if _plain(program.avals[v]) or _key(program.avals[v])]
         # What is one on all devices of a mesh is not chosen by what differs there.
         may = [v for v in may if differ <= varying(jax.typeof(known[v]))] or [
             v for v in may if any(varying(jax.typeof(t)) <= varying(jax.typeof(known[v])) for t in tokens)
         ]
         if may:
-            v = min(may, key=lambda v: (v in program.constants, bytes_of(program.avals[v])))
-            chosen = jnp.broadcast_to(always_for(varying(jax.typeof(known[v]))), jnp.shape(known[v]))
-            held_back[v] = jax.lax.select_n(chosen, jnp.zeros_like(known[v]), known[v])
+            of = {v: (_key(a := program.avals[v]), v in program.constants, bytes_of(a)) for v in may}
+            v = min(may, key=of.__getitem__)
+            held_back[v] = _chosen(known[v], always_for(varying(jax.typeof(known[v]))))
     return held_back
+
+
+def _plain(aval: Any) -> bool:
+    return not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _key(aval: Any) -> bool:
+    """Whether a value is random keys of JAX's own type: bits are made of nothing else."""
+    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
+
+
+def _chosen(value: Any, always: Any) -> Any:
+    """A value where ``always`` is true, and nothing where it is not."""
+    if _key(jax.typeof(value)):
+        data = _chosen(jax.random.key_data(value), always)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    return jax.lax.select_n(jnp.broadcast_to(always, jnp.shape(value)), jnp.zeros_like(value), value)
 
 
 def _always(token: Any) -> Any:
     """True, once the token is there."""
-    first = jax.lax.slice(token, (0,) * token.ndim, (1,) * token.ndim).reshape(())
+    first = jnp.real(jax.lax.slice(token, (0,) * token.ndim, (1,) * token.ndim).reshape(()))
     return (first == first) | (first != first)

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime
 
-from tightship.errors import BadInput, TightshipError
+from tightship.errors import BadInput, TightshipError, Unsupported
 from tightship.files import part_of, unreadable, unwritable
 from tightship.frontends.onnx.lower import Program
 from tightship.integrations.onnx_write import bring_data, write_model
@@ -29,6 +29,7 @@ from tightship.integrations.onnxruntime import (
     AS_IT_IS,
     PLANNED,
     arena,
+    check_room,
     measure,
     portable,
     random_feeds,
@@ -45,6 +46,9 @@ _SLOWER: Final = 1.03
 _SECONDS, _ROUNDS, _LEAST = 3.0, 25, 5
 """Time for rounds, and how many there are at most and at least."""
 
+
+_AT_ONCE: Final = 2
+"""Sessions that take turns."""
 
 _WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "planned": PLANNED,
@@ -178,6 +182,10 @@ def read_feeds(path: str | os.PathLike[str]) -> dict[str, Any]:
 # --- sessions side by side ---
 
 
+class _DoesNotRun(BadInput):
+    """A model that loads, and does not run on the inputs that it was given."""
+
+
 def compared(
     model: str | os.PathLike[str],
     file: str | os.PathLike[str],
@@ -202,9 +210,8 @@ def compared(
     except TightshipError:
         raise
     except Exception as error:  # the runtime's classes have no common one
-        raise BadInput(
-            f"onnxruntime does not run it: {' '.join(str(error).split())}", place=os.fspath(model)
-        ) from error
+        said = " ".join(str(error).split())
+        raise _DoesNotRun(f"onnxruntime does not run it: {said}", place=os.fspath(model)) from error
     uses = [
         Use(statistics.median(t), run.peak, held.peak, held.holds, held.scratch, held.node)
         for t, run, held in zip(times, with_profile, arenas, strict=True)
@@ -298,10 +305,15 @@ def _best(
         for name, given in _WAYS.items():
             brought.update(write_model(program, plan, part, given, named=target))
             try:
+                check_room(original, _AT_ONCE)
                 inputs = feeds_of(original) if feeds is None else feeds
                 tried[name] = _again_if_close(original, part, given, inputs)
+            except Unsupported as error:
+                os.replace(part, target)
+                return Answer(name, given, portability, tried, str(error))
             except BadInput as error:
-                hint = "" if feeds is not None else "; give inputs it can run on with --inputs"
+                ours = feeds is None and isinstance(error, _DoesNotRun)
+                hint = "; give inputs it can run on with --inputs" if ours else ""
                 os.replace(part, target)
                 return Answer(name, given, portability, tried, f"{error}{hint}")
             if must or tried[name].better:

@@ -10,7 +10,9 @@ left to change.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ from tightship.files import scratch_folder
 from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, has_sparse, read, tensors
 from tightship.frontends.onnx.lower import HALF, Program, lower
 from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION, data_name, rename_data
+from tightship.units import format_bytes
 
 __all__ = [
     "AS_IT_IS",
@@ -34,6 +37,7 @@ __all__ = [
     "Arena",
     "Measured",
     "arena",
+    "check_room",
     "measure",
     "optimized",
     "portable",
@@ -130,6 +134,46 @@ def started(
     except Exception as error:  # the runtime has a dozen classes of its own, without a common one
         said = " ".join(str(error).split())
         raise BadInput(f"onnxruntime does not load it: {said}", place=os.fspath(path)) from error
+
+
+# --- room for sessions ---
+
+_PREPARED: Final = 2
+"""A session's bytes over its weights', at most: the weights, and what kernels make of them when they are loaded."""
+
+
+def check_room(program: Program, sessions: int) -> None:
+    """Raise ``Unsupported`` where ``sessions`` of a model at once may need more memory than is free, so that none of
+    them ends this process."""
+    need, free = sessions * _PREPARED * program.graph.static_bytes, _free_memory()
+    if need <= free:
+        return
+    what = "a session of this size" if sessions == 1 else f"running {sessions} sessions of this size"
+    sizes = f"{format_bytes(need)}, and {format_bytes(int(free))} are free"
+    fault = f"weights, and what kernels make of them, may need {sizes}"
+    raise Unsupported(what, fault, "use a machine with more memory")
+
+
+def _free_memory() -> float:
+    """Bytes that a process can have before the system takes some back; infinite where the system does not say."""
+    found = math.inf
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+        found = 1024.0 * int(line.split()[1])
+    for folder, most, now, cache in _LIMITS:
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            rows = (x.split() for x in (Path(folder) / "memory.stat").read_text().splitlines())
+            dropped = next(int(n) for name, n in rows if name == cache)
+            limit, used = (int((Path(folder) / name).read_text()) for name in (most, now))
+            found = min(found, max(0, limit - used + dropped))
+    return found
+
+
+_LIMITS: Final = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Where a container's limit stands (cgroups 2 and 1), what is in use, and which of it is files that can go."""
 
 
 # --- the graph that the runtime makes of a model ---

@@ -94,12 +94,14 @@ def plan(
     progress: Progress | None = None,
     problem: EvictionProblem | None = None,
     like: Sequence[tuple[Graph, Plan]] = (),
+    prove: bool = True,
 ) -> Plan:
     """A verified plan for ``budget`` (bytes, text with a unit, or a percentage of the unplanned peak; none:
     keep everything, in the better order). ``problem``: the graph in an order decided before, so that several budgets
     share what is found. ``like``: plans of other graphs, the latest first; the search begins with the order and the
     evictions of the first one that has the same ops, in whatever sizes, and ends as near to the bound on the time as
-    that one is to its own.
+    that one is to its own. ``prove``: a higher bound is looked for where the plan that was found is far above the one
+    that the search began with; it changes no plan.
 
     The bound on the time comes first; the search ends where no plan is faster by more than ``gap``, where more of it
     gains nothing, or at a limit: the plan's ``termination``.
@@ -127,7 +129,8 @@ def plan(
         problem = problem_of(graph, order, o)
     search = Search(graph, problem, o, before, budget, clock.search.part(PREPARED), far)
     found, layout = search.ahead(*search.fit(progress, clock), progress, clock)
-    search.prove_more(found.timeline, clock)
+    if prove:
+        search.prove_more(found.timeline, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
     made = replace(search.verified(found.steps, found.timeline, layout, name, clock.began), termination=ended)

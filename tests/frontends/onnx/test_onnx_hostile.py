@@ -210,6 +210,16 @@ def test_external_ranges_that_are_none(tmp_path, offset, length):
         lower(load.read(saved(tmp_path, outside("weights.bin", offset=offset, length=length))))
 
 
+def test_external_data_that_is_missing_is_named(tmp_path):
+    small = TensorProto(name="w", data_type=1, dims=[4], data_location=TensorProto.EXTERNAL)
+    small.external_data.add(key="location", value="gone.bin")
+    lost = made([node("Mul", ["x", "w"], ["y"])], [value("x", [4])], [value("y", None)], [small])
+    with pytest.raises(
+        BadInput, match=r"tensor 'w': cannot read external data at '.*gone\.bin': No such file"
+    ):
+        lower(load.read(saved(tmp_path, lost)))
+
+
 def test_external_data_of_attributes_is_looked_at_too(tmp_path):
     away = TensorProto(name="k", data_type=1, dims=[4], data_location=TensorProto.EXTERNAL)
     away.external_data.add(key="location", value="../k")

@@ -181,10 +181,19 @@ def sparse_file(path, size):
     return path
 
 
-def memory_of(*args, cwd):
-    """The most memory that the command line used, above that of importing onnx; and what it printed."""
+_WITHOUT = "sys.modules['onnxruntime'] = None"
+_LITTLE = (
+    "import tightship.integrations.onnxruntime, tightship.integrations.onnx_compare\n"
+    "tightship.integrations.onnxruntime._free_memory = lambda: 1 << 27"
+)
+
+
+def memory_of(*args, cwd, before=""):
+    """The most memory that the command line used, above that of importing onnx; and what it printed. Without
+    onnxruntime, whose sessions take weights into memory to optimize and to compare; ``before``: lines run first."""
     program = (
         "import resource, sys, onnx, onnx.inliner, onnx.reference, tightship.frontends.onnx.lower\n"
+        f"{before or _WITHOUT}\n"
         "from tightship.cli import main\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "status = main(sys.argv[1:])\n"
@@ -208,6 +217,17 @@ def test_weights_in_the_file_take_no_memory(tmp_path):
     sparse_file(tmp_path / "big.onnx", (1 << 31) - (1 << 20))
     used, rows = memory_of("plan", "big.onnx", "--json", cwd=tmp_path)
     assert rows["static"] == (1 << 31) - (1 << 20) + 64 and used < 64 << 20
+
+
+def test_sessions_that_may_not_fit_in_memory_are_not_made(tmp_path):
+    """The system would end the process; the file is written as planned, and the output says what was left out."""
+    pytest.importorskip("onnxruntime")
+    sparse_file(tmp_path / "big.onnx", 1 << 27)
+    used, rows = memory_of("plan", "big.onnx", "--write", "out.onnx", "--json", cwd=tmp_path, before=_LITTLE)
+    assert (tmp_path / "out.onnx").stat().st_size > 1 << 27 and used < 64 << 20
+    said, free = rows["runtime"], "and 128.00 MiB are free"
+    assert f"may need 512.00 MiB, {free}" in said["failure"] and not said["tried"]
+    assert any(f"may need 256.00 MiB, {free}" in note for note in rows["notes"])
 
 
 @pytest.mark.slow

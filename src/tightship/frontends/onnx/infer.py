@@ -19,7 +19,6 @@ import onnx
 from onnx import shape_inference
 
 from tightship.errors import BadInput, UnknownSize, Unsupported
-from tightship.files import unreadable
 from tightship.frontends.onnx import contrib
 from tightship.frontends.onnx.load import Model, external
 from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, type_of
@@ -75,11 +74,17 @@ def infer(model: Model, shapes: Shapes) -> Scope:
     shapes.check_used(walk.names, "--shape")
     if walk.unknown:
         unknown = list(walk.of_inputs or walk.unknown)  # with these sizes the others may be known, too
-        names = ", ".join(unknown)
+        names = ", ".join(f"{n} ({walk.unknown[n]})" for n in unknown)
         hint = ",".join(f"{n}={'NxM' if n in walk.shapeless else 'N'}" for n in unknown[:4])
         raise UnknownSize(f"unknown size of {names}; give --shape {hint}", place=str(model.path))
     scope.notes = tuple(walk.notes)
     return scope
+
+
+_DECLARE: Final = (
+    "an op of a domain that neither onnx nor onnxruntime knows needs the type and shape of its results in the "
+    "model's value_info (onnx.helper.make_tensor_value_info)"
+)
 
 
 class _Walk:
@@ -87,7 +92,7 @@ class _Walk:
         self.model, self.shapes, self.place = model, shapes, str(model.path)
         self.opsets = model.opsets
         self.imports = list(model.proto.opset_import)
-        self.unknown: dict[str, None] = {}
+        self.unknown: dict[str, str] = {}  # by name: which axis of what it is
         self.of_inputs: tuple[str, ...] = ()  # those among them that are dimensions of the model's inputs
         self.notes: list[str] = []
         self.shapeless: set[str] = set()  # values among them of which not even the rank is known
@@ -135,7 +140,7 @@ class _Walk:
         for i in names:
             self._once(scope, i.name, "input")
             t = type_of(i.type, f"{self.place}: input {i.name!r}")
-            scope.types[i.name] = self._resolve(i.name, t, root=True)
+            scope.types[i.name] = self._resolve(i.name, t, root=True, of=f"input {i.name!r}")
         self.of_inputs = tuple(self.unknown)
 
     def _declared(self, proto: Any) -> dict[str, TensorType]:
@@ -147,16 +152,18 @@ class _Walk:
         return found
 
     def _resolve(
-        self, name: str, t: TensorType, *, root: bool, declared: TensorType | None = None
+        self, name: str, t: TensorType, *, root: bool, of: str, declared: TensorType | None = None
     ) -> TensorType:
-        """The type with names for what is unknown; ``root``: what is unknown begins here."""
+        """The type with names for what is unknown; ``root``: what is unknown begins here; ``of``: what the value
+        is."""
         if declared is not None and declared.shape is not None:
             t = _completed(t, declared)
         self.names.update((d, None) for d in t.shape or () if isinstance(d, str) and d)
         t = self.shapes.applied(name, t)
         if t.shape is None:
             if root:
-                self.names[name] = self.unknown[name] = None
+                self.names[name] = None
+                self.unknown[name] = f"the whole shape of {of}"
                 self.shapeless.add(name)
             return t
         dims_: list[Dim] = []
@@ -165,7 +172,7 @@ class _Walk:
                 d = f"{name}[{axis}]"
                 self.names[d] = None
             if isinstance(d, str) and root:
-                self.unknown[d] = None
+                self.unknown.setdefault(d, f"axis {axis} of {of}")
             dims_.append(d)
         return TensorType(t.dtype, tuple(dims_))
 
@@ -188,7 +195,8 @@ class _Walk:
                 settled.append(t)
                 continue
             self._once(scope, name, where)
-            t = self._resolve(name, t, root=root, declared=declared.get(name))
+            of = f"{name!r}, a result of {node.op_type} {label(node, k)!r}"
+            t = self._resolve(name, t, root=root, of=of, declared=declared.get(name))
             if t.known and any(n < 0 for n in t.sizes):
                 raise BadInput(f"negative dimension in the shape {t.sizes} of {name!r}", place=where)
             if not t.dtype:
@@ -196,7 +204,7 @@ class _Walk:
                     nbytes_of(
                         TensorType(text.dtype, ()), f"{self.place}: value {given!r}"
                     )  # a string has none
-                raise UnknownSize(f"unknown type of the value {name!r}", place=where)
+                raise UnknownSize(f"unknown type of the value {name!r}; {_DECLARE}", place=where)
             scope.types[name] = t
             settled.append(t)
         self._evaluate(scope, node, names, settled)
@@ -248,7 +256,8 @@ class _Walk:
         domain = "" if standard else node.domain
         version = self.opsets.get(domain)
         if version is None:
-            raise BadInput(f"unknown domain {node.domain!r}: it is not among the model's opsets", place=where)
+            fault = f"unknown domain {node.domain!r}: it is not among the model's opsets (opset_import)"
+            raise BadInput(fault, place=where)
         types: dict[str, TensorType] = {}
         if onnx.defs.has(node.op_type, version, domain):
             types = self._by_onnx(scope, node, domain, version, where)
@@ -313,7 +322,7 @@ class _Walk:
         scope.bodies.setdefault(k, {})[name] = inner
         return inner
 
-    def drop(self, scope: Scope, k: int, name: str, unknown: dict[str, None], notes: int) -> None:
+    def drop(self, scope: Scope, k: int, name: str, unknown: dict[str, str], notes: int) -> None:
         """Forget a body, and what was unknown or said in it."""
         scope.bodies.get(k, {}).pop(name, None)
         self.unknown = unknown
@@ -514,7 +523,8 @@ def _read(path: Path, offset: int, size: int, place: str) -> bytes:
             file.seek(offset)
             data = file.read(size)
     except (OSError, ValueError) as error:
-        raise unreadable(error, f"{place}: external data") from error
+        said = getattr(error, "strerror", None) or error
+        raise BadInput(f"cannot read external data at {str(path)!r}: {said}", place=place) from error
     if len(data) != size:
         raise BadInput(f"{len(data)} bytes of external data for a tensor of {size} bytes", place=place)
     return data

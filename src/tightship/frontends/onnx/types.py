@@ -121,7 +121,8 @@ def type_of(proto: Any, place: str) -> TensorType:
         raise Unsupported(
             f"{place}, {_KINDS.get(kind, 'a ' + kind.removesuffix('_type'))},",
             "only tensors have bytes that can be planned",
-            "export the model without it, or cut off the nodes around it (onnx.utils.extract_model)",
+            "export the model without it (of scikit-learn: zipmap=False), or cut off the nodes around it "
+            "(onnx.utils.extract_model)",
         )
     tensor = proto.tensor_type
     if not tensor.HasField("shape"):
