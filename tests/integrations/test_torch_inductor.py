@@ -965,6 +965,8 @@ def test_tags_of_what_is_no_joint_graph_are_refused():
     gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
     with pytest.raises(errors.BadInput, match="a joint graph has tangents"):
         tightship.tag(gm, "50%")
+    with pytest.raises(errors.BadInput, match=r"a joint graph is a torch\.fx\.GraphModule, got 'Graph'"):
+        tightship.tag(gm.graph, "50%")
 
 
 def traced(model, x, *, chunks=1, marked=True):
