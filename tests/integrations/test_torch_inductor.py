@@ -469,6 +469,51 @@ def test_attention_under_a_checkpoint_runs_again_and_nothing_is_drawn():
     assert peaks[1] < peaks[0]
 
 
+complex_numbers = pytest.mark.filterwarnings(
+    "ignore:Torchinductor does not support code generation for complex"
+)
+
+
+class Turned(nn.Module):
+    """Real numbers that become complex ones, which Inductor leaves to a copy into a tensor of the other type."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (self.inner(x).to(torch.complex64) * self.weight.conj()).real.square().mean()
+
+
+@complex_numbers
+def test_copies_into_tensors_of_another_type_are_replayed():
+    peaks = []
+
+    def backend(gm, given):
+        peaks.extend(torch_inductor.stock_peaks(gm, given, [1.0]))
+        return gm.forward
+
+    torch.compile(Turned(), backend=backend)(torch.randn(64, 16))
+    assert len(peaks) == 1 and peaks[0] > 64 * 16 * 8
+
+
+@complex_numbers
+@pytest.mark.slow
+def test_real_numbers_that_become_complex_run_as_planned():
+    torch.manual_seed(0)
+    model, x = Turned(), torch.randn(64, 16)
+    call, found = compiled(model), []
+    for k in range(2):
+        for run in (call, torch.compile(model, backend="inductor")):
+            model.zero_grad()
+            loss = run(x)
+            loss.backward()
+            found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+            assert all(torch.equal(a, b) for a, b in zip(found[-1], found[0], strict=True)), k
+    (p,) = compiled_plans(call)
+    assert p.last is not None and p.last.measured_peak == p.last.planned_peak and not p.last.misses
+
+
 @pytest.mark.parametrize(("dropout", "drawn"), [(0.0, False), (0.1, True)])
 def test_attention_draws_where_it_drops(dropout, drawn):
     graph = torch.fx.Graph()

@@ -121,6 +121,8 @@ def _events_of(line: Any, graph: Any) -> Iterator[Event]:
     if kind in _SILENT or (isinstance(line, str) and _SILENT_TEXT.match(line.strip())):
         return
     read = _READERS.get(kind)
+    if read is None and _copied_by(line, graph) is not None:
+        read = _copy
     if read is None:
         shown = f"the line {line!r}" if isinstance(line, str) else f"a {kind}"
         raise Unsupported(f"{shown} of Inductor's in compiled mode", "nobody knows what memory it takes")
@@ -201,6 +203,23 @@ def _extern(line: Any, graph: Any) -> Iterator[Event]:
         given=given,
         origin=_origin(node, graph),
     )
+
+
+def _copied_by(line: Any, graph: Any) -> Any:
+    """The node that writes this line: a copy into a tensor that is there, of another type (float to complex)."""
+    if not isinstance(line, str) or ".copy_(" not in line:
+        return None
+    for node in graph.operations:
+        if type(node).__name__ == "InplaceCopyFallback":
+            to, source, non_blocking = node.codegen_args()
+            if line.strip() == f"{to}.copy_({source}, {non_blocking})":
+                return node
+    return None
+
+
+def _copy(line: Any, graph: Any) -> Iterator[Event]:
+    node = _copied_by(line, graph)
+    yield Event("call", "", kernel=_kernel(node), origin=_origin(node, graph))
 
 
 _READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
