@@ -18,9 +18,15 @@ from torch.utils.checkpoint import checkpoint
 import tightship
 from support.compiled import batch, deep, loss_of, zoo
 from tightship import errors, simulate
+from tightship.execute import allocator
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
-from tightship.frontends.torch import compat_inductor, compat_inductor_lines, compat_inductor_partitions
+from tightship.frontends.torch import (
+    compat_compile,
+    compat_inductor,
+    compat_inductor_lines,
+    compat_inductor_partitions,
+)  # fmt: skip
 from tightship.frontends.torch.capture import fused
 from tightship.frontends.torch.capture.fused import fuse
 from tightship.frontends.torch.capture.fused_step import fuse_step
@@ -475,13 +481,17 @@ complex_numbers = pytest.mark.filterwarnings(
 
 
 class Turned(nn.Module):
-    """Real numbers that become complex ones, which Inductor leaves to a copy into a tensor of the other type."""
+    """Real numbers that become complex ones, which Inductor leaves to a copy into a tensor of the other type; with a
+    sum, whose ops it calls with numbers."""
 
-    def __init__(self):
+    def __init__(self, summed=False):
         super().__init__()
+        self.summed = summed
         self.inner, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16, dtype=torch.complex64))
 
     def forward(self, x):
+        if self.summed:
+            return (self.inner(x).double().to(torch.complex128) + self.weight).real.square().mean()
         return (self.inner(x).to(torch.complex64) * self.weight.conj()).real.square().mean()
 
 
@@ -499,9 +509,10 @@ def test_copies_into_tensors_of_another_type_are_replayed():
 
 @complex_numbers
 @pytest.mark.slow
-def test_real_numbers_that_become_complex_run_as_planned():
+@pytest.mark.parametrize("summed", [False, True])
+def test_real_numbers_that_become_complex_run_as_planned_from_the_first_step_on(summed):
     torch.manual_seed(0)
-    model, x = Turned(), torch.randn(64, 16)
+    model, x = Turned(summed), torch.randn(64, 16)
     call, found = compiled(model), []
     for k in range(2):
         for run in (call, torch.compile(model, backend="inductor")):
@@ -512,6 +523,26 @@ def test_real_numbers_that_become_complex_run_as_planned():
             assert all(torch.equal(a, b) for a, b in zip(found[-1], found[0], strict=True)), k
     (p,) = compiled_plans(call)
     assert p.last is not None and p.last.measured_peak == p.last.planned_peak and not p.last.misses
+
+
+def test_a_first_run_asks_for_what_every_other_one_does():
+    from torch._functorch._aot_autograd.runtime_wrappers import _AnalyzeCustomOpInputOutputMode
+
+    x = torch.zeros(64, dtype=torch.complex128)
+    asked = []
+    for mode in (contextlib.nullcontext(), _AnalyzeCustomOpInputOutputMode()):
+        with mode, compat_compile.without_alias_check(), allocator.record("cpu") as recording:
+            torch.ops.aten.add.Tensor(x, 0)
+        asked.append([(e.kind, e.nbytes) for e in recording.events])
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("aten.mm", False), ("extern_kernels.mm", False), ("mine.op", True)]
+)
+def test_ops_of_other_libraries_are_known_by_their_names(name, others):
+    call = Event("call", "b", kernel=Kernel(repr((name, name, (), {})), lambda _: None))
+    assert compat_inductor.calls_others(Lowered((call,), (), (), (), ())) is others
 
 
 @pytest.mark.parametrize(("dropout", "drawn"), [(0.0, False), (0.1, True)])

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)  # fmt: skip
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch.compat import require_torch
@@ -138,6 +142,17 @@ def outside() -> Iterator[None]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C._DisablePythonDispatcher())
         stack.enter_context(torch._C._DisableAutocast())
+        yield
+
+
+@contextmanager
+def without_alias_check() -> Iterator[None]:
+    """Inside, PyTorch does not look at what each op returns, as it does when compiled code runs for the first time,
+    to find ops of others that return what they were given. It makes tensors of numbers on the way."""
+    if type(_get_current_dispatch_mode()).__name__ == "_AnalyzeCustomOpInputOutputMode":
+        with _pop_mode_temporarily():
+            yield
+    else:
         yield
 
 

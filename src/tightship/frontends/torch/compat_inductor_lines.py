@@ -314,6 +314,12 @@ def _kernel(node: Any) -> Kernel:
     return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare, nbytes, foreign)
 
 
+def calls_others(lowered: Lowered) -> bool:
+    """Whether there are ops of other libraries among the kernels."""
+    names = (e.kernel.key[2:].partition("'")[0] for e in lowered.events if e.kernel is not None)
+    return any(n.partition(".")[0] not in {*_OF_PYTORCH, "extern_kernels"} for n in names)
+
+
 def _likes(tree: Any) -> Iterator[_Like]:
     if isinstance(tree, _Like):
         yield tree
