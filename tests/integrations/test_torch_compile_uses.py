@@ -398,3 +398,50 @@ def test_what_the_caller_gets_is_not_made_again():
     given = {piece.graph.values[r.value].storage for r in piece._joint.forward if isinstance(r, Ref)}
     again = {s for t in piece.plan.steps if t.kind == "recompute" for s in t.storages}
     assert given and not given & again
+
+
+# --- models that share code ---
+
+
+class Net(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.inner(x).tanh()
+
+
+def plain(model):
+    return compiled(model)
+
+
+def through_the_module(model):
+    model.compile(backend="tightship", options=dict(QUICK))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "second"),
+    [(Net, plain), (Net, through_the_module), (Net, copy.deepcopy), (deep, plain), (deep, copy.deepcopy)],
+)
+def test_models_for_which_dynamo_runs_one_code_share_its_plans(make, second):
+    first = compiled(make())
+    other = second(first if second is copy.deepcopy else make())
+    assert not compiled_plans(other)
+    first(batch()).square().mean().backward()
+    (p,) = compiled_plans(first)
+    p.last = None
+    other(batch()).square().mean().backward()
+    assert compiled_plans(other) == (p,) and p.last is not None and p.last.as_planned
+    assert compiled_notes(other) == compiled_notes(first)
+
+
+@pytest.mark.parametrize("different", [{"budget": "100%"}, {"strict": False}])
+def test_models_with_other_options_have_plans_of_their_own(different):
+    first, other = compiled(Net()), compiled(Net(), **different)
+    first(batch()).square().mean().backward()
+    assert not compiled_plans(other)
+    other(batch()).square().mean().backward()
+    assert len(compiled_plans(other)) == len(compiled_plans(first)) == 1
+    assert compiled_plans(other) != compiled_plans(first)

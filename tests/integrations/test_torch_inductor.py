@@ -18,9 +18,15 @@ from torch.utils.checkpoint import checkpoint
 import tightship
 from support.compiled import batch, deep, loss_of, zoo
 from tightship import errors, simulate
+from tightship.execute import allocator
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
-from tightship.frontends.torch import compat_inductor, compat_inductor_lines, compat_inductor_partitions
+from tightship.frontends.torch import (
+    compat_compile,
+    compat_inductor,
+    compat_inductor_lines,
+    compat_inductor_partitions,
+)  # fmt: skip
 from tightship.frontends.torch.capture import fused
 from tightship.frontends.torch.capture.fused import fuse
 from tightship.frontends.torch.capture.fused_step import fuse_step
@@ -467,6 +473,76 @@ def test_attention_under_a_checkpoint_runs_again_and_nothing_is_drawn():
         model = nn.Sequential(*(Attending(again) for _ in range(3)))
         torch.compile(model, backend=backend)(torch.randn(4, 64, 16))
     assert peaks[1] < peaks[0]
+
+
+complex_numbers = pytest.mark.filterwarnings(
+    "ignore:Torchinductor does not support code generation for complex"
+)
+
+
+class Turned(nn.Module):
+    """Real numbers that become complex ones, which Inductor leaves to a copy into a tensor of the other type; with a
+    sum, whose ops it calls with numbers."""
+
+    def __init__(self, summed=False):
+        super().__init__()
+        self.summed = summed
+        self.inner, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16, dtype=torch.complex64))
+
+    def forward(self, x):
+        if self.summed:
+            return (self.inner(x).double().to(torch.complex128) + self.weight).real.square().mean()
+        return (self.inner(x).to(torch.complex64) * self.weight.conj()).real.square().mean()
+
+
+@complex_numbers
+def test_copies_into_tensors_of_another_type_are_replayed():
+    peaks = []
+
+    def backend(gm, given):
+        peaks.extend(torch_inductor.stock_peaks(gm, given, [1.0]))
+        return gm.forward
+
+    torch.compile(Turned(), backend=backend)(torch.randn(64, 16))
+    assert len(peaks) == 1 and peaks[0] > 64 * 16 * 8
+
+
+@complex_numbers
+@pytest.mark.slow
+@pytest.mark.parametrize("summed", [False, True])
+def test_real_numbers_that_become_complex_run_as_planned_from_the_first_step_on(summed):
+    torch.manual_seed(0)
+    model, x = Turned(summed), torch.randn(64, 16)
+    call, found = compiled(model), []
+    for k in range(2):
+        for run in (call, torch.compile(model, backend="inductor")):
+            model.zero_grad()
+            loss = run(x)
+            loss.backward()
+            found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+            assert all(torch.equal(a, b) for a, b in zip(found[-1], found[0], strict=True)), k
+    (p,) = compiled_plans(call)
+    assert p.last is not None and p.last.measured_peak == p.last.planned_peak and not p.last.misses
+
+
+def test_a_first_run_asks_for_what_every_other_one_does():
+    from torch._functorch._aot_autograd.runtime_wrappers import _AnalyzeCustomOpInputOutputMode
+
+    x = torch.zeros(64, dtype=torch.complex128)
+    asked = []
+    for mode in (contextlib.nullcontext(), _AnalyzeCustomOpInputOutputMode()):
+        with mode, compat_compile.without_alias_check(), allocator.record("cpu") as recording:
+            torch.ops.aten.add.Tensor(x, 0)
+        asked.append([(e.kind, e.nbytes) for e in recording.events])
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("aten.mm", False), ("extern_kernels.mm", False), ("mine.op", True)]
+)
+def test_ops_of_other_libraries_are_known_by_their_names(name, others):
+    call = Event("call", "b", kernel=Kernel(repr((name, name, (), {})), lambda _: None))
+    assert compat_inductor.calls_others(Lowered((call,), (), (), (), ())) is others
 
 
 @pytest.mark.parametrize(("dropout", "drawn"), [(0.0, False), (0.1, True)])
@@ -965,6 +1041,8 @@ def test_tags_of_what_is_no_joint_graph_are_refused():
     gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
     with pytest.raises(errors.BadInput, match="a joint graph has tangents"):
         tightship.tag(gm, "50%")
+    with pytest.raises(errors.BadInput, match=r"a joint graph is a torch\.fx\.GraphModule, got 'Graph'"):
+        tightship.tag(gm.graph, "50%")
 
 
 def traced(model, x, *, chunks=1, marked=True):

@@ -118,7 +118,8 @@ def backend(
 def compiled_plans(compiled: Any) -> tuple[PlannedGraph | CompiledGraph, ...]:
     """The planned graphs of a compiled module or function, in the order they were planned (empty before its
     first call). Plans are found by the ``options`` given to torch.compile: raises ``BadInput`` if there were
-    none."""
+    none. Dynamo runs one code for models of one class that are compiled with equal options (so are copies): they
+    share its plans."""
     return tuple(compiled_session(compiled).graphs)
 
 
@@ -188,7 +189,10 @@ def compiled_session(compiled: Any) -> Session:
     if options is None:
         rule = f"a {type(compiled).__name__} compiled without options: plans are found by torch.compile(options=…)"
         raise BadInput(rule, place="compiled_plans")
-    session = _sessions.get(id(options)) or compat_compile.frame_session(compiled)
+    session = _sessions.get(id(options))
+    if session is None:
+        others = (_sessions.get(id(x)) for x in compat_compile.equal_options(compiled))
+        session = next(filter(None, others), None) or compat_compile.frame_session(compiled)
     return session or Session(options, CompileOptions(), Ledger(None))
 
 

@@ -83,6 +83,8 @@ def tag(joint: GraphModule, budget: BudgetLike, *, outputs: int | None = None, *
     """
     compat.require_torch()
     chosen = read_options(cast(PlanOptions, {"allow": "recompute", **options}), "tag")
+    if not isinstance(joint, GraphModule):
+        raise BadInput("a joint graph is a torch.fx.GraphModule", type(joint).__qualname__, "tag")
     inputs = joint.graph.find_nodes(op="placeholder")
     primals = [n for n in inputs if not compat_compile.is_tangent(n)]
     (output,) = joint.graph.find_nodes(op="output")

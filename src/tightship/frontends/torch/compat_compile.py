@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)  # fmt: skip
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch.compat import require_torch
@@ -27,6 +31,7 @@ from torch._dynamo import config as _dynamo_config  # noqa: E402
 from torch._dynamo import convert_frame as _convert_frame  # noqa: E402
 from torch._dynamo import utils as _utils  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd  # noqa: E402
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list as _entries  # noqa: E402
 from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 from torch._dynamo.exc import unimplemented as _unimplemented  # noqa: E402
 from torch._dynamo.variables import functions as _functions  # noqa: E402
@@ -137,6 +142,17 @@ def outside() -> Iterator[None]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C._DisablePythonDispatcher())
         stack.enter_context(torch._C._DisableAutocast())
+        yield
+
+
+@contextmanager
+def without_alias_check() -> Iterator[None]:
+    """Inside, PyTorch does not look at what each op returns, as it does when compiled code runs for the first time,
+    to find ops of others that return what they were given. It makes tensors of numbers on the way."""
+    if type(_get_current_dispatch_mode()).__name__ == "_AnalyzeCustomOpInputOutputMode":
+        with _pop_mode_temporarily():
+            yield
+    else:
         yield
 
 
@@ -589,22 +605,45 @@ def compiled_options(compiled: Any) -> dict[str, Any] | None:
     return None
 
 
+def equal_options(compiled: Any) -> list[Mapping[str, Any]]:
+    """The ``options`` of other calls of torch.compile whose code Dynamo runs for ``compiled``, too: it keeps code by
+    function, and takes backends with equal options for one."""
+    own = next((c for c in _callbacks(compiled) if not hasattr(c, "_torchdynamo_orig_backend")), None)
+    apart = {getattr(c, "_isolate_recompiles_id", -1) for c in _contexts(compiled)}
+    found: list[Mapping[str, Any]] = []
+    for code in _codes(compiled):
+        for entry in _entries(code):
+            made_by = entry.backend
+            if made_by is own or made_by != own or entry.isolate_recompiles_id not in apart:
+                continue
+            options = made_by.kwargs.get("options")
+            found += [] if any(options is x for x in found) else [options]
+    return found
+
+
+def _codes(compiled: Any) -> set[Any]:
+    """The code objects that Dynamo compiles for a module or function."""
+    module = getattr(compiled, "_orig_mod", compiled)
+    outer = (compiled, getattr(compiled, "forward", None), getattr(compiled, "_compiled_call_impl", None))
+    called = [getattr(f, "_torchdynamo_orig_callable", None) for f in outer]
+    found = (getattr(f, "__code__", None) for f in (*called, getattr(module, "forward", None)))
+    return {code for code in found if code is not None}
+
+
 def _callbacks(compiled: Any) -> Iterator[Any]:
     """From what Dynamo calls with each frame down to what torch.compile was given."""
+    for context in _contexts(compiled):
+        callback = getattr(context, "callback", None)
+        while callback is not None:
+            yield callback
+            callback = getattr(callback, "_torchdynamo_orig_backend", None)
+
+
+def _contexts(compiled: Any) -> Iterator[Any]:
     implementation = getattr(compiled, "_compiled_call_impl", None)  # Module.compile
     for thing in (compiled, implementation, getattr(implementation, "__wrapped__", None)):
-        for context in _contexts(thing):
-            callback = getattr(context, "callback", None)
-            while callback is not None:
-                yield callback
-                callback = getattr(callback, "_torchdynamo_orig_backend", None)
-
-
-def _contexts(thing: Any) -> Iterator[Any]:
-    if thing is None:
-        return
-    if hasattr(thing, "dynamo_ctx"):
-        yield thing.dynamo_ctx
-    for cell in getattr(thing, "__closure__", None) or ():
-        if hasattr(cell.cell_contents, "callback"):
-            yield cell.cell_contents
+        if (context := getattr(thing, "dynamo_ctx", None)) is not None:
+            yield context
+        for cell in getattr(thing, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "callback"):
+                yield cell.cell_contents

@@ -38,6 +38,7 @@ from tightship.frontends.torch.compat_inductor_lines import (
     Event,
     Kernel,
     Lowered,
+    calls_others,
     read_lines,
 )
 from tightship.frontends.torch.compat_inductor_partitions import (
@@ -73,6 +74,7 @@ __all__ = [
     "Pair",
     "Stopped",
     "as_if_compiling",
+    "calls_others",
     "compile_flat",
     "compile_graph",
     "digest",

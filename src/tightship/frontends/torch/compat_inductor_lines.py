@@ -121,6 +121,8 @@ def _events_of(line: Any, graph: Any) -> Iterator[Event]:
     if kind in _SILENT or (isinstance(line, str) and _SILENT_TEXT.match(line.strip())):
         return
     read = _READERS.get(kind)
+    if read is None and _copied_by(line, graph) is not None:
+        read = _copy
     if read is None:
         shown = f"the line {line!r}" if isinstance(line, str) else f"a {kind}"
         raise Unsupported(f"{shown} of Inductor's in compiled mode", "nobody knows what memory it takes")
@@ -206,6 +208,23 @@ def _extern(line: Any, graph: Any) -> Iterator[Event]:
         given=given,
         origin=_origin(node, graph),
     )
+
+
+def _copied_by(line: Any, graph: Any) -> Any:
+    """The node that writes this line: a copy into a tensor that is there, of another type (float to complex)."""
+    if not isinstance(line, str) or ".copy_(" not in line:
+        return None
+    for node in graph.operations:
+        if type(node).__name__ == "InplaceCopyFallback":
+            to, source, non_blocking = node.codegen_args()
+            if line.strip() == f"{to}.copy_({source}, {non_blocking})":
+                return node
+    return None
+
+
+def _copy(line: Any, graph: Any) -> Iterator[Event]:
+    node = _copied_by(line, graph)
+    yield Event("call", "", kernel=_kernel(node), origin=_origin(node, graph))
 
 
 _READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
@@ -298,6 +317,12 @@ def _kernel(node: Any) -> Kernel:
     op = getattr(node, "op_overload", None)
     foreign = str(op) if getattr(op, "namespace", "aten") not in _OF_PYTORCH else ""
     return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare, nbytes, foreign)
+
+
+def calls_others(lowered: Lowered) -> bool:
+    """Whether there are ops of other libraries among the kernels."""
+    names = (e.kernel.key[2:].partition("'")[0] for e in lowered.events if e.kernel is not None)
+    return any(n.partition(".")[0] not in {*_OF_PYTORCH, "extern_kernels"} for n in names)
 
 
 def _likes(tree: Any) -> Iterator[_Like]:
