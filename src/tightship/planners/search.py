@@ -303,8 +303,8 @@ class Search:
         self._own_orders(tried, progress, clock)
         if self.reached.within(self.budget) is None and self.problem.deep and not self._ends(clock):
             self.problem = self.problem.briefer
-            if self._lower_look(self.problem, progress, clock):
-                self._search_in(self.problem, progress, clock)
+            self._lower_look(self.problem, progress, clock)
+            self._search_in(self.problem, progress, clock)
             tried = [self.problem.order]
             if self.reached.within(self.budget) is None:
                 self._own_orders(tried, progress, clock)
