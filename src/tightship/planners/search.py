@@ -318,6 +318,8 @@ class Search:
         for name in _ORDERS:
             if self._near() or self._ends(clock):
                 return
+            if not self.whole and self.reached.within(self._bytes) is None:
+                return  # seldom less for a turn
             given = tuple(range(len(self.graph.ops)))
             order = given if name == "given" else run.order(name, self.graph, clock.search)
             if order not in tried:
@@ -337,12 +339,13 @@ class Search:
             return
         start = self.reached.plans[0].found.timeline
         found = ways(self.graph, self._relaxed, start, clock.search, self._leave)
-        looked: list[tuple[int, int, tuple[Turn, Turn]]] = []
+        looked: list[tuple[int, int, int, tuple[Turn, Turn]]] = []
         for first, pair in islice(found, _WAYS):
-            looked.append((max(first, self._peak_of(pair[1], clock, first)), len(looked), pair))
+            peak = max(first, self._peak_of(pair[1], clock, first))
+            looked.append((peak, first, len(looked), pair))
             if self._ends(clock):
                 return
-        for peak, _, pair in sorted(looked)[:_TURNS]:
+        for peak, *_, pair in sorted(looked)[:_TURNS]:
             fits = self.reached.within(self.budget) is not None
             if fits or peak >= self.reached.plans[0].found.timeline.peak or self._ends(clock):
                 return
@@ -420,10 +423,10 @@ class Search:
             extra += self._glance(turn, clock) if extra < least else math.inf
         return extra
 
-    def _take_faster(self, pair: tuple[Turn, Turn], clock: Clock) -> None:
-        """Offer the fastest plan of two turns that has places within the budget."""
+    def _take_faster(self, pair: tuple[Turn, Turn], clock: Clock, short: int = 0) -> None:
+        """Offer the fastest plan of two turns that has places within the budget; ``short``: by what its peak has to
+        be less."""
         assert self.budget is not None
-        short = 0
         for _ in range(_FITTED):
             found = list[run.Evicted]()
             for turn in reversed(pair):
@@ -442,18 +445,21 @@ class Search:
     def _take_turns(self, pair: tuple[Turn, Turn], clock: Clock) -> None:
         """Offer the best plan of two turns, if it takes less than all before."""
         assert self.budget is not None
-        least, enough = self.reached.plans[0].found.timeline.peak, 0
-        found: list[run.Evicted] = []
+        least, found = self.reached.plans[0].found.timeline.peak, list[run.Evicted]()
+        enough = max(self._bound_of(turn) + turn.beside for turn in pair)
         for turn in reversed(pair):
+            if enough >= least:
+                return
             made = self._turn(turn, clock, self.options.work // _PART, enough=enough)
             if made is None:
                 return
             found.insert(0, made)
-            enough = found[0].timeline.peak + turn.beside  # the other one need not take less
-            if enough >= least:
-                return
-        steps = joined(self.graph, pair, [x.steps for x in found])
-        self._offer(replay(self.graph, steps), clock)
+            enough = max(enough, made.timeline.peak + turn.beside)  # the other one need not take less
+        if enough < least:
+            steps = joined(self.graph, pair, [x.steps for x in found])
+            needs = self._offer(replay(self.graph, steps), clock).needs
+            if needs > self.budget >= enough:
+                self._take_faster(pair, clock, needs - self.budget)
 
     def _rearranged(self, clock: Clock) -> None:
         """Where nothing fits, put the runs of the least plan, recomputations too, into an order that takes less, and
@@ -484,11 +490,15 @@ class Search:
     def _turn(
         self, turn: Turn, clock: Clock, work: int, short: int = 0, enough: int = 0
     ) -> run.Evicted | None:
-        """The fastest plan found for one turn within the budget (less what is ``short``; ``enough``: or within so
-        many bytes of both turns), or that of the least peak; None where the hints cannot be obeyed in it."""
-        search = self._of_turn(turn, clock, work, self.deadline, max(self._bytes - short, enough))
+        """The fastest plan found for one turn within the budget (less what is ``short``), or that of the least peak;
+        ``enough``: where that is more, any within so many bytes of both turns. None where the hints cannot be obeyed
+        in it."""
+        within = self._bytes - short
+        search = self._of_turn(turn, clock, work, max(within, enough), timed=enough <= within)
         if not _obeys(search.problem):
             return None
+        if enough > within:
+            search.near = _ANY
         with suppress(Infeasible):
             search.fit(None, clock)
         self.interrupted |= search.interrupted
@@ -497,7 +507,7 @@ class Search:
     def _peak_of(self, turn: Turn, clock: Clock, enough: int) -> int:
         """Bytes of both turns that a short search for one of them comes down to, or is content with."""
         work = self.options.work // _PART // _SHORT
-        search = self._of_turn(turn, clock, work, Deadline(0.0), max(self._bytes, enough))
+        search = self._of_turn(turn, clock, work, max(self._bytes, enough), timed=False)
         if not _obeys(search.problem):
             return self.reached.plans[0].found.timeline.peak
         search.near = _ANY
@@ -509,20 +519,26 @@ class Search:
         self.interrupted |= search.interrupted
         return search.reached.plans[0].found.timeline.peak + turn.beside
 
-    def _of_turn(self, turn: Turn, clock: Clock, work: int, deadline: Deadline, within: int) -> Search:
-        """The search for one turn of two within so many bytes, whose bounds have to be there by the ``deadline``."""
+    def _bound_of(self, turn: Turn) -> int:
+        """Bytes that a turn takes at least, without what is beside it."""
+        in_place = self.problem.in_place
+        return int(lower_bound(turn.graph, redraw=False, in_place=in_place, deadline=self.deadline))
+
+    def _of_turn(self, turn: Turn, clock: Clock, work: int, within: int, *, timed: bool) -> Search:
+        """The search for one turn of two within so many bytes; ``timed``: with a bound on its time."""
         graph, o = turn.graph, replace(self.options, place=False, work=work, hints="")
         before = unplanned(graph)
         order = order_of(graph, o, before.peak, clock.search.part(PREPARED))
         problem = problem_of(graph, order, o)  # the hints are about storages, which have the same numbers
         problem = replace(problem, in_place=self.problem.in_place, only=self.problem.only)
-        bound = lower_bound(graph, redraw=False, in_place=problem.in_place, deadline=deadline)
-        budget = max(within - turn.beside, int(bound))
-        return Search(graph, problem, o, before, budget, deadline, whole=False)
+        bound, deadline = self._bound_of(turn), self.deadline if timed else Deadline(0.0)
+        search = Search(graph, problem, o, before, max(within - turn.beside, bound), deadline, whole=False)
+        search.bound = bound
+        return search
 
     def _glance(self, turn: Turn, clock: Clock) -> float:
         """Seconds of recomputation that a first look finds for a turn; endless where it meets nothing."""
-        search = self._of_turn(turn, clock, _LOOK, Deadline(0.0), self._bytes)
+        search = self._of_turn(turn, clock, _LOOK, self._bytes, timed=False)
         if not _obeys(search.problem):
             return math.inf
         found = search._look(search.problem, None, clock)
