@@ -308,8 +308,6 @@ class Search:
             tried = [self.problem.order]
             if self.reached.within(self.budget) is None:
                 self._own_orders(tried, progress, clock)
-            if self.reached.within(self.budget) is None:
-                self._named_orders(tried, progress, clock)
         self._in_turns(clock)
         self._rearranged(clock)
         self._faster_in_turns(clock)
