@@ -123,14 +123,14 @@ def test_what_is_kept_is_not_made_again_for_what_reads_it(deep: bool) -> None:
     assert again > 100
 
 
-@pytest.mark.parametrize("budget", ["95%", "85%"])
+@pytest.mark.parametrize("budget", ["95%", "90%"])
 def test_hints_hold_in_plans_of_any_graph(budget: str) -> None:
     """In whatever way a plan is found: other orders, deep recomputation, two turns, rearranged runs."""
     again = 0
-    for seed in range(15):
+    for seed in range(20):
         graph = random_graph(seed, 24 + seed % 10, calls=0.0)
         graph = graph.with_ops(tuple(replace(op, module=f"net.{k % 5}") for k, op in enumerate(graph.ops)))
-        o = replace(QUICK, work=100_000, hints=f"net.{seed % 5}=keep", place=False)
+        o = replace(QUICK, work=50_000, hints=f"net.{seed % 5}=keep", place=False)
         try:
             kept = resolve(graph, parse_hints(o.hints))
             made = plan(graph, budget, o)
