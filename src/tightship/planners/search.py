@@ -172,6 +172,10 @@ class Search:
     """Whether it is not a turn of another one."""
     least_look: int | None = None
     """The least peak of the first looks at orders, while nothing fits."""
+    in_orders: bool = True
+    """Whether other orders may need less with brief recomputation."""
+    lowered: bool = field(init=False, default=False)
+    """Whether one did."""
     bound: int = field(init=False)
     time_bound: float = field(init=False)
     placement: floor.Placement = field(init=False)
@@ -308,6 +312,8 @@ class Search:
             tried = [self.problem.order]
             if self.reached.within(self.budget) is None:
                 self._own_orders(tried, progress, clock)
+            if self.reached.within(self.budget) is None:
+                self._named_orders(tried, progress, clock)
         self._in_turns(clock)
         self._rearranged(clock)
         self._faster_in_turns(clock)
@@ -316,15 +322,31 @@ class Search:
         for name in _ORDERS:
             if self._near() or self._ends(clock):
                 return
-            if not self.whole and self.reached.within(self._bytes) is None:
-                return  # seldom less for a turn
             given = tuple(range(len(self.graph.ops)))
             order = given if name == "given" else run.order(name, self.graph, clock.search)
             if order not in tried:
                 tried.append(order)
-                problem = self.problem.in_order(order)
-                if self._lower_look(problem, progress, clock):
-                    self._search_in(problem, progress, clock)
+                if not self._named_order(self.problem.in_order(order), progress, clock):
+                    return
+
+    def _named_order(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> bool:
+        """Search in an order, while nothing fits only where a first look promises fewer bytes; whether to go on with
+        the next one. Looks say little of brief recomputation: there it is as long as orders lower the peak, and for a
+        turn where one did for the whole."""
+        if self.reached.within(self._bytes) is not None:
+            self._search_in(problem, progress, clock)
+            return True
+        if not problem.brief:
+            if self.whole and self._lower_look(problem, progress, clock):
+                self._search_in(problem, progress, clock)
+            return self.whole
+        if not self.in_orders:
+            return False
+        least = self.reached.plans[0].found.timeline.peak
+        self._search_in(problem, progress, clock)
+        self.lowered |= self.reached.plans[0].found.timeline.peak < least
+        self.in_orders = self.lowered
+        return self.reached.plans[0].found.timeline.peak < least
 
     def _ends(self, clock: Clock) -> bool:
         return self.interrupted or clock.search.over
@@ -531,7 +553,7 @@ class Search:
         problem = replace(problem, in_place=self.problem.in_place, only=self.problem.only)
         bound, deadline = self._bound_of(turn), self.deadline if timed else Deadline(0.0)
         search = Search(graph, problem, o, before, max(within - turn.beside, bound), deadline, whole=False)
-        search.bound = bound
+        search.bound, search.in_orders = bound, self.in_orders
         return search
 
     def _glance(self, turn: Turn, clock: Clock) -> float:
