@@ -108,12 +108,14 @@ void Index::find_gaps() {
     until.resize(p.storages);
     versioned.resize(p.storages);
     settled.resize(p.storages);
+    // What may only be kept is never made again, for a recipe either: it stays for those that read it.
+    auto stays = [&](i64 s) { return p.may[s] == 1 << kKeep; };
     for (i64 s = 0; s < p.storages; ++s)
-        versioned[s] = p.until_written && writers.size(s) > 1 && writes_alone(s);
+        versioned[s] = p.until_written && !stays(s) && writers.size(s) > 1 && writes_alone(s);
     std::vector<i32> at(p.ops);
     for (i32 k = 0; k < p.ops; ++k) at[p.order[k]] = k;
     for (i64 s = 0; s < p.storages; ++s) {
-        until[s] = replays_until(s, at);
+        until[s] = stays(s) ? -1 : replays_until(s, at);
         replayable[s] = until[s] == p.ops;
         settled[s] = replayable[s] && sees_final(s);
         if (p.size[s] == 0 || p.owned[s]) continue;

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from support.chains import chain
 from support.strategies import random_graph
+from tightship.analysis.bounds import lower_bound
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Op
 from tightship.planners import floor, planners
 from tightship.planners.default import Options, PlanOptions, plan, read_options
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import Layout, lay_out, residences
+from tightship.planners.search import Search
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
@@ -217,3 +219,44 @@ def test_no_planner_copies_more_out_than_the_host_has_room_for(name: str) -> Non
                 assert max(made.host, replay(graph, made.steps).host_peak) <= host
                 copied += any(step.kind == "offload" for step in made.steps)
     assert copied or name != "offload"
+
+
+def test_where_nothing_fits_an_order_gets_a_search_only_if_its_first_look_is_the_lowest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    searched: list[list[int]] = []
+    inside = False
+
+    def named(self: Search, *args: Any) -> None:
+        nonlocal inside
+        inside = self.reached.within(self.budget) is None and not self.problem.brief
+        original["_named_orders"](self, *args)
+        inside = False
+
+    def look(self: Search, *args: Any) -> Any:
+        found = original["_look"](self, *args)
+        looks.append(found.decision.peak)
+        return found
+
+    def search(self: Search, *args: Any) -> Any:
+        if inside:
+            searched.append(list(looks))
+        return original["_searched"](self, *args)
+
+    fakes = {"_named_orders": named, "_look": look, "_searched": search}
+    original: dict[str, Any] = {name: getattr(Search, name) for name in fakes}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(Search, name, fake)
+    refused = orders = 0
+    for seed in range(20):
+        graph = random_graph(seed, 30, calls=0.0)
+        looks.clear()
+        searched.clear()
+        try:
+            plan(graph, int(lower_bound(graph, redraw=False)), Options(place=False, work=300_000))
+        except Infeasible:
+            refused += 1
+            orders += len(looks) - len(searched)
+            assert all(peaks[-1] < min(peaks[:-1]) for peaks in searched)
+    assert refused and orders

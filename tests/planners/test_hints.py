@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from support.chains import chain
+from support.strategies import random_graph
 from tightship.cli import main
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.graph import Graph
 from tightship.planners.default import Options, plan
+from tightship.planners.evict.problem import DROP, EVICT, PASS, EvictionProblem
 from tightship.planners.hints import parse_hints, resolve
 from tightship.serde import save_graph
 
@@ -97,3 +101,52 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert said in capsys.readouterr().err
     assert main([*args[:2], "-b", "40%", *args[4:], "--hints", "*=keep"]) == 1
     assert "without the hint *=keep: fits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_is_kept_is_not_made_again_for_what_reads_it(deep: bool) -> None:
+    """After its last use in the order, too, where a recomputation asks for it: it stays until then."""
+    rng, again = np.random.default_rng(1), 0
+    for seed in range(100):
+        graph = random_graph(seed, 6 + seed % 20, calls=0.0, updates=0.2)
+        made = [s for s in range(len(graph.storages)) if graph.uses.writers[s] and s not in graph.static]
+        kept = {s for s in made if graph.storages[s].size and rng.random() < 0.3}
+        order = tuple(range(len(graph.ops)))
+        problem = EvictionProblem(graph, order, only=dict.fromkeys(kept, ("keep",)))
+        problem = problem.deeper(order) if deep else problem
+        for way in (EVICT, PASS, DROP):
+            bits = problem.wherever(way)
+            if problem.cost(bits, 1 << 62).valid:
+                runs = [step for step in problem.steps(bits) if step.kind == "recompute"]
+                assert kept.isdisjoint(s for step in runs for s in step.storages)
+                again += bool(runs)
+    assert again > 100
+
+
+@pytest.mark.parametrize("budget", ["95%", "90%"])
+def test_hints_hold_in_plans_of_any_graph(budget: str) -> None:
+    """In whatever way a plan is found: other orders, deep recomputation, two turns, rearranged runs."""
+    again = 0
+    for seed in range(20):
+        graph = random_graph(seed, 24 + seed % 10, calls=0.0)
+        graph = graph.with_ops(tuple(replace(op, module=f"net.{k % 5}") for k, op in enumerate(graph.ops)))
+        o = replace(QUICK, work=50_000, hints=f"net.{seed % 5}=keep", place=False)
+        try:
+            kept = resolve(graph, parse_hints(o.hints))
+            made = plan(graph, budget, o)
+        except (BadInput, Infeasible):
+            continue
+        runs = [s for step in made.steps if step.kind == "recompute" for s in step.storages]
+        assert kept.keys().isdisjoint(runs)
+        again += bool(runs)
+    assert again
+
+
+def test_hints_that_no_order_obeys_are_said_to_be_too_much() -> None:
+    """What has to be recomputed may need what cannot be there any more: no error of a seed that needs all blocks."""
+    for seed in range(12):
+        graph = random_graph(seed, 24 + seed % 10, calls=0.0)
+        graph = graph.with_ops(tuple(replace(op, module=f"net.{k % 5}") for k, op in enumerate(graph.ops)))
+        hints = f"net.{seed % 5}=keep,net.{(seed + 1) % 5}=recompute"
+        with suppress(BadInput, Infeasible, Unsupported):
+            plan(graph, "85%", replace(QUICK, work=100_000, hints=hints, place=False))

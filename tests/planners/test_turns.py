@@ -203,3 +203,39 @@ def test_carried_storages_of_any_graph_make_a_plan_of_it() -> None:
             check(graph, made)
             tried += 1
     assert tried > 100
+
+
+def test_hints_hold_in_two_turns_of_any_graph() -> None:
+    tried = again = 0
+    for seed in range(300):
+        graph = random_graph(seed, 6 + seed % 20, calls=0.0)
+        made = [s for s in range(len(graph.storages)) if graph.uses.writers[s] and s not in graph.static]
+        kept, leave = frozenset(made[seed % 3 :: 3]), frozenset(made[(seed + 1) % 3 :: 3]) - graph.kept
+        results = sorted(graph.kept - graph.static)
+        late = frozenset(results[seed % 2 :: 2])
+        relaxed = Relaxation(graph, redraw=False, kept=kept)
+        pair = turns(graph, late, relaxed.again, leave=leave)
+        if not late or pair is None:
+            continue
+        steps = joined(graph, pair, [baseline(turn.graph) for turn in pair])
+        check(graph, run.decision_plan(graph, steps, replay(graph, steps)))
+        runs = [step for step in steps if step.kind == "recompute"]
+        assert kept.isdisjoint(s for step in runs for s in step.storages)
+        assert leave.isdisjoint(pair[0].stay)
+        tried, again = tried + 1, again + bool(runs)
+    assert tried > 30 and again > 10
+
+
+@pytest.mark.parametrize("hint", ["front=keep", "down=keep", "down=recompute", "layer*=recompute"])
+def test_two_turns_are_found_where_hints_are_given(hint: str) -> None:
+    graph = behind(6)
+    graph = graph.with_ops(tuple(replace(op, module=op.name) for op in graph.ops))
+    line = replay(graph, baseline(graph))
+    o = default.Options(place=False, hand_out=False, work=5_000_000, hints=hint)
+    found = default.plan(graph, line.peak - 3 * 1_024, o)
+    check(graph, found)
+    assert found.time < line.time + 50.0  # what takes long is not made twice
+    pattern, _, way = hint.partition("=")
+    named = {s for k, op in enumerate(graph.ops) if fnmatch(op.name, pattern) for s in graph.uses.defines[k]}
+    again = {s for step in found.steps if step.kind == "recompute" for s in step.storages}
+    assert named.isdisjoint(again) if way == "keep" else named & again

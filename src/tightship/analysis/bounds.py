@@ -26,7 +26,7 @@ integers, so that rounding only weakens a bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -107,7 +107,8 @@ class Relaxation:
 
     ``least`` is the bytes in which a storage can wait until it is needed again: of its packed form, or none where
     it can be moved out of memory. All of its own, where nothing is said. ``redraw``: random ops may run again.
-    ``in_place``: results may take the places of inputs.
+    ``in_place``: results may take the places of inputs. ``kept``: storages that are not made again, so that their ops
+    are not run a second time.
     """
 
     def __init__(
@@ -117,9 +118,11 @@ class Relaxation:
         *,
         redraw: bool = True,
         in_place: bool = True,
+        kept: Collection[int] = (),
     ) -> None:
         self.graph = graph
         self.redraw = redraw
+        self.kept = kept
         self.uses = graph.uses
         self.size = graph.columns.size
         self.static = np.zeros(len(self.size), dtype=np.bool_)
@@ -152,6 +155,7 @@ class Relaxation:
         found = (columns.effect == 0) & (columns.random == 0) & (writes == 0)
         for k in np.flatnonzero(~found).tolist():
             found[k] = runs_again(self.graph, k, redraw=self.redraw)
+        found[[k for s in self.kept for k in self.uses.writers[s]]] = False
         return found
 
     @cached_property

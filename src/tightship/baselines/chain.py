@@ -277,7 +277,8 @@ def plan(
 
 
 def family(problem: EvictionProblem, budget: int, options: Options | None = None) -> Iterator[Decision]:
-    """The program's decisions, with each block by itself and with blocks run again together; none without a chain."""
+    """The program's decisions, with each block by itself and with blocks run again together; none without a
+    chain."""
     o = options or Options()
     if not 0 < problem.boundary < len(problem.order) <= o.most:
         return
@@ -285,6 +286,8 @@ def family(problem: EvictionProblem, budget: int, options: Options | None = None
     if chain.length < 2:
         return
     choices = chain.choices(o.prices)
+    if not all(choices):  # no decision for the whole chain can be carried out
+        return
     for nested in (False, True):
         yield from _corrected(chain, choices, budget, o, nested)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice, pairwise
 
-from tightship.analysis.bounds import lower_bound, relaxation
+from tightship.analysis.bounds import Relaxation, lower_bound, relaxation
 from tightship.analysis.linked_moments import linked_bound
 from tightship.analysis.order import is_legal
 from tightship.diagnose.advice import advice
@@ -36,7 +36,7 @@ from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
 from tightship.planners.shave import shaved
-from tightship.planners.turns import Turn, joined, splits, turns, ways
+from tightship.planners.turns import Storages, Turn, joined, splits, turns, ways
 from tightship.simulate import Timeline, replay, unplanned
 from tightship.verify import check
 
@@ -79,6 +79,10 @@ the ways to divide a step are looked at first, how often the two beside the best
 search, and how often that is for less bytes as their places take more."""
 
 
+_IN_TURNS = {"keep", "recompute"}
+"""What hints may say of storages where results are made in two turns."""
+
+
 _AGAIN = 4
 """How often the runs of what was found are put into another order."""
 
@@ -118,6 +122,10 @@ _GATHERS = (1, 2, 4)
 
 _LESS = 3
 """By what the work of such a search is divided."""
+
+
+_ANY = 1e9
+"""How many times the least time a plan may take where only its bytes matter."""
 
 
 _SHORTLY = 1.0
@@ -162,6 +170,12 @@ class Search:
     """Whether parts of ops were looked at."""
     whole: bool = True
     """Whether it is not a turn of another one."""
+    least_look: int | None = None
+    """The least peak of the first looks at orders, while nothing fits."""
+    in_orders: bool = True
+    """Whether other orders may need less with brief recomputation."""
+    lowered: bool = field(init=False, default=False)
+    """Whether one did."""
     bound: int = field(init=False)
     time_bound: float = field(init=False)
     placement: floor.Placement = field(init=False)
@@ -283,6 +297,7 @@ class Search:
         if self.options.order != Options().order or self.bound > self.budget:
             return
         tried = [self.problem.order]
+        self._lower_look(self.problem, progress, clock)
         self._deeper(tried, progress, clock)
         if not self.in_parts:
             self._in_parts(progress, clock)
@@ -292,6 +307,7 @@ class Search:
         self._own_orders(tried, progress, clock)
         if self.reached.within(self.budget) is None and self.problem.deep and not self._ends(clock):
             self.problem = self.problem.briefer
+            self._lower_look(self.problem, progress, clock)
             self._search_in(self.problem, progress, clock)
             tried = [self.problem.order]
             if self.reached.within(self.budget) is None:
@@ -310,7 +326,27 @@ class Search:
             order = given if name == "given" else run.order(name, self.graph, clock.search)
             if order not in tried:
                 tried.append(order)
-                self._search_in(self.problem.in_order(order), progress, clock)
+                if not self._named_order(self.problem.in_order(order), progress, clock):
+                    return
+
+    def _named_order(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> bool:
+        """Search in an order, while nothing fits only where a first look promises fewer bytes; whether to go on with
+        the next one. Looks say little of brief recomputation: there it is as long as orders lower the peak, and for a
+        turn where one did for the whole."""
+        if self.reached.within(self._bytes) is not None:
+            self._search_in(problem, progress, clock)
+            return True
+        if not problem.brief:
+            if self.whole and self._lower_look(problem, progress, clock):
+                self._search_in(problem, progress, clock)
+            return self.whole
+        if not self.in_orders:
+            return False
+        least = self.reached.plans[0].found.timeline.peak
+        self._search_in(problem, progress, clock)
+        self.lowered |= self.reached.plans[0].found.timeline.peak < least
+        self.in_orders = self.lowered
+        return self.reached.plans[0].found.timeline.peak < least
 
     def _ends(self, clock: Clock) -> bool:
         return self.interrupted or clock.search.over
@@ -321,26 +357,49 @@ class Search:
         assert self.budget is not None
         if self.reached.within(self.budget) is not None or not self._divides():
             return
-        relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
         start = self.reached.plans[0].found.timeline
-        found = ways(self.graph, relaxed, start, clock.search)
-        looked: list[tuple[int, int, tuple[Turn, Turn]]] = []
+        found = ways(self.graph, self._relaxed, start, clock.search, self._leave)
+        looked: list[tuple[int, int, int, tuple[Turn, Turn]]] = []
         for first, pair in islice(found, _WAYS):
-            late = pair[1]
-            made = self._turn(late, clock, self.options.work // _PART // _SHORT)
-            looked.append((max(first, late.beside + made.timeline.peak), len(looked), pair))
+            peak = max(first, self._peak_of(pair[1], clock, first))
+            looked.append((peak, first, len(looked), pair))
             if self._ends(clock):
                 return
-        for peak, _, pair in sorted(looked)[:_TURNS]:
+        for peak, *_, pair in sorted(looked)[:_TURNS]:
             fits = self.reached.within(self.budget) is not None
             if fits or peak >= self.reached.plans[0].found.timeline.peak or self._ends(clock):
                 return
             self._take_turns(pair, clock)
 
+    @property
+    def _bytes(self) -> int:
+        """The budget, where there is one."""
+        assert self.budget is not None
+        return self.budget
+
     def _divides(self) -> bool:
-        """Whether two turns are worth a look: a turn makes again whatever it needs, which hints may not allow."""
+        """Whether two turns are worth a look."""
+        hinted = {way for hint in self.problem.only.values() for way in hint}
         only = set(self.problem.means) == {"recompute"} and REDRAW not in means_of(self.options)
-        return self.whole and only and not self.problem.only and len(self.graph.ops) <= _LARGE
+        return self.whole and only and hinted <= _IN_TURNS and len(self.graph.ops) <= _LARGE
+
+    @property
+    def _once(self) -> Storages:
+        """What hints forbid to make again."""
+        return frozenset(s for s, hint in self.problem.only.items() if "recompute" not in hint)
+
+    @property
+    def _leave(self) -> Storages:
+        """What hints say has to be made again."""
+        return frozenset(s for s, hint in self.problem.only.items() if hint == ("recompute",))
+
+    @property
+    def _relaxed(self) -> Relaxation:
+        """What bounds know of the graph, and of the hints."""
+        in_place, kept = self.problem.in_place, self._once
+        if kept:
+            return Relaxation(self.graph, redraw=False, in_place=in_place, kept=kept)
+        return relaxation(self.graph, None, redraw=False, in_place=in_place)
 
     def _faster_in_turns(self, clock: Clock) -> None:
         """Where what fits is far above the least time, make some results late, in a turn of their own: of the ways
@@ -351,16 +410,16 @@ class Search:
             return
         if best.found.timeline.time <= self.time_bound + _FAR_OFF * self.before.time:
             return
-        relaxed = relaxation(self.graph, None, redraw=False, in_place=self.problem.in_place)
+        relaxed = self._relaxed
         rows = splits(self.graph, relaxed, self.before, clock.search)
         spare = best.found.timeline.time - self.before.time
-        rows = [row for row in rows if row.again < spare]
+        rows = [row for row in rows if row.again < spare and not row.carried & self._leave]
         looked: dict[int, tuple[float, tuple[Turn, Turn] | None]] = {}
 
         def look(at: Iterable[int]) -> None:
             for k in at:
                 if k not in looked and not self._ends(clock):
-                    pair = turns(self.graph, rows[k].late, relaxed.again, rows[k].carried)
+                    pair = turns(self.graph, rows[k].late, relaxed.again, rows[k].carried, self._leave)
                     least = min((extra for extra, _ in looked.values()), default=spare)
                     looked[k] = self._promised(pair, least, clock), pair
 
@@ -384,32 +443,43 @@ class Search:
             extra += self._glance(turn, clock) if extra < least else math.inf
         return extra
 
-    def _take_faster(self, pair: tuple[Turn, Turn], clock: Clock) -> None:
-        """Offer the fastest plan of two turns that has places within the budget."""
+    def _take_faster(self, pair: tuple[Turn, Turn], clock: Clock, short: int = 0) -> None:
+        """Offer the fastest plan of two turns that has places within the budget; ``short``: by what its peak has to
+        be less."""
         assert self.budget is not None
-        short = 0
         for _ in range(_FITTED):
             found = list[run.Evicted]()
             for turn in reversed(pair):
-                found.insert(0, self._turn(turn, clock, self.options.work // _PART, short))
+                made = self._turn(turn, clock, self.options.work // _PART, short)
+                if made is None:
+                    return
+                found.insert(0, made)
                 if found[0].timeline.peak + turn.beside > self.budget - short or self._ends(clock):
                     return
-            made = self._offer(replay(self.graph, joined(self.graph, pair, [x.steps for x in found])), clock)
-            if made.needs <= self.budget:
+            steps = joined(self.graph, pair, [x.steps for x in found])
+            needs = self._offer(replay(self.graph, steps), clock).needs
+            if needs <= self.budget:
                 return
-            short += made.needs - self.budget
+            short += needs - self.budget
 
     def _take_turns(self, pair: tuple[Turn, Turn], clock: Clock) -> None:
         """Offer the best plan of two turns, if it takes less than all before."""
         assert self.budget is not None
-        least = self.reached.plans[0].found.timeline.peak
-        found: list[run.Evicted] = []
+        least, found = self.reached.plans[0].found.timeline.peak, list[run.Evicted]()
+        enough = max(self._bound_of(turn) + turn.beside for turn in pair)
         for turn in reversed(pair):
-            found.insert(0, self._turn(turn, clock, self.options.work // _PART))
-            if found[0].timeline.peak + turn.beside >= least:
+            if enough >= least:
                 return
-        steps = joined(self.graph, pair, [x.steps for x in found])
-        self._offer(replay(self.graph, steps), clock)
+            made = self._turn(turn, clock, self.options.work // _PART, enough=enough)
+            if made is None:
+                return
+            found.insert(0, made)
+            enough = max(enough, made.timeline.peak + turn.beside)  # the other one need not take less
+        if enough < least:
+            steps = joined(self.graph, pair, [x.steps for x in found])
+            needs = self._offer(replay(self.graph, steps), clock).needs
+            if needs > self.budget >= enough:
+                self._take_faster(pair, clock, needs - self.budget)
 
     def _rearranged(self, clock: Clock) -> None:
         """Where nothing fits, put the runs of the least plan, recomputations too, into an order that takes less, and
@@ -421,8 +491,7 @@ class Search:
         steps = floor.rearranged(self.graph, least.steps, deadline)
         line = least.timeline if steps is None else replay(self.graph, steps)
         if "recompute" in self.problem.means:
-            once = {s for s, ways in self.problem.only.items() if "recompute" not in ways}
-            line = shaved(self.graph, line, deadline, once)
+            line = shaved(self.graph, line, deadline, self._once)
         if line is not least.timeline:
             self._offer(line, clock)
 
@@ -438,30 +507,60 @@ class Search:
         self.reached.offer(made)
         return made
 
-    def _turn(self, turn: Turn, clock: Clock, work: int, short: int = 0) -> run.Evicted:
-        """The fastest plan found for one turn within the budget (less what is ``short``), or that of the least
-        peak."""
-        search = self._of_turn(turn, clock, work, self.deadline, short)
-        assert search.budget is not None
+    def _turn(
+        self, turn: Turn, clock: Clock, work: int, short: int = 0, enough: int = 0
+    ) -> run.Evicted | None:
+        """The fastest plan found for one turn within the budget (less what is ``short``), or that of the least peak;
+        ``enough``: where that is more, any within so many bytes of both turns. None where the hints cannot be obeyed
+        in it."""
+        within = self._bytes - short
+        search = self._of_turn(turn, clock, work, max(within, enough), timed=enough <= within)
+        if not _obeys(search.problem):
+            return None
+        if enough > within:
+            search.near = _ANY
         with suppress(Infeasible):
             search.fit(None, clock)
         self.interrupted |= search.interrupted
-        return (search.reached.within(search.budget) or search.reached.plans[0]).found
+        return (search.reached.within(search._bytes) or search.reached.plans[0]).found
 
-    def _of_turn(self, turn: Turn, clock: Clock, work: int, deadline: Deadline, short: int = 0) -> Search:
-        """The search for one turn, whose bounds have to be there by the ``deadline``."""
-        assert self.budget is not None
-        graph, o = turn.graph, replace(self.options, place=False, work=work)
+    def _peak_of(self, turn: Turn, clock: Clock, enough: int) -> int:
+        """Bytes of both turns that a short search for one of them comes down to, or is content with."""
+        work = self.options.work // _PART // _SHORT
+        search = self._of_turn(turn, clock, work, max(self._bytes, enough), timed=False)
+        if not _obeys(search.problem):
+            return self.reached.plans[0].found.timeline.peak
+        search.near = _ANY
+        with suppress(KeyboardInterrupt):
+            search._searched(search.problem, None, clock)
+            tried = [search.problem.order]
+            search._deeper(tried, None, clock)
+            search._own_orders(tried, None, clock)
+        self.interrupted |= search.interrupted
+        return search.reached.plans[0].found.timeline.peak + turn.beside
+
+    def _bound_of(self, turn: Turn) -> int:
+        """Bytes that a turn takes at least, without what is beside it."""
+        in_place = self.problem.in_place
+        return int(lower_bound(turn.graph, redraw=False, in_place=in_place, deadline=self.deadline))
+
+    def _of_turn(self, turn: Turn, clock: Clock, work: int, within: int, *, timed: bool) -> Search:
+        """The search for one turn of two within so many bytes; ``timed``: with a bound on its time."""
+        graph, o = turn.graph, replace(self.options, place=False, work=work, hints="")
         before = unplanned(graph)
         order = order_of(graph, o, before.peak, clock.search.part(PREPARED))
-        problem = replace(problem_of(graph, order, o), in_place=self.problem.in_place)
-        bound = lower_bound(graph, redraw=False, in_place=problem.in_place, deadline=deadline)
-        budget = max(self.budget - short - turn.beside, int(bound))
-        return Search(graph, problem, o, before, budget, deadline, whole=False)
+        problem = problem_of(graph, order, o)  # the hints are about storages, which have the same numbers
+        problem = replace(problem, in_place=self.problem.in_place, only=self.problem.only)
+        bound, deadline = self._bound_of(turn), self.deadline if timed else Deadline(0.0)
+        search = Search(graph, problem, o, before, max(within - turn.beside, bound), deadline, whole=False)
+        search.bound, search.in_orders = bound, self.in_orders
+        return search
 
     def _glance(self, turn: Turn, clock: Clock) -> float:
         """Seconds of recomputation that a first look finds for a turn; endless where it meets nothing."""
-        search = self._of_turn(turn, clock, _LOOK, Deadline(0.0))
+        search = self._of_turn(turn, clock, _LOOK, self._bytes, timed=False)
+        if not _obeys(search.problem):
+            return math.inf
         found = search._look(search.problem, None, clock)
         self.interrupted |= search.interrupted
         return found.timeline.time - search.before.time if found.decision.met else math.inf
@@ -469,14 +568,12 @@ class Search:
     def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""
         assert self.budget is not None
-        kept = any(
-            "recompute" not in ways for ways in self.problem.only.values()
-        )  # which it would make again
-        if kept or self._near() or self._ends(clock) or len(self.graph.ops) > _DEEP:
+        if self._near() or self._ends(clock) or len(self.graph.ops) > _DEEP:
             return
         best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
         tried.append(order)
         problem = self.problem.deeper(order)
+        self._lower_look(problem, progress, clock)
         self._search_in(problem, progress, clock)
         if best is None or self.reached.within(self.budget) is not best:
             self.problem, self.in_parts = problem, False  # parts were not looked at in this way
@@ -515,6 +612,8 @@ class Search:
         looked: list[tuple[int, int]] = []  # peak, number
         while count <= most and not (self._near() or self._ends(clock)):
             before, problem = self.reached.within(self.budget), self._parted(count, clock)
+            if not _obeys(problem):
+                return
             found = self._look(problem, progress, clock, _LOOK if fits else _LONG_LOOK)
             looked.append((found.decision.peak, count))
             if self._as_good(found, before):
@@ -570,8 +669,19 @@ class Search:
         """Search in another order, where a first look says that it is as good or nothing fits yet."""
         assert self.budget is not None
         best = self.reached.within(self.budget)
+        if not _obeys(problem):
+            return
         if best is None or self._as_good(self._look(problem, progress, clock), best):
             self._searched(problem, progress, clock)
+
+    def _lower_look(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> bool:
+        """Whether something fits, or a first look at an order is content with fewer bytes than all those before."""
+        assert self.budget is not None
+        if self.reached.within(self.budget) is not None or self._ends(clock) or not _obeys(problem):
+            return True
+        peak, least = self._look(problem, progress, clock).decision.peak, self.least_look
+        self.least_look = min(peak, least or peak)
+        return not self.interrupted and (least is None or peak < least)
 
     def _look(
         self, problem: EvictionProblem, progress: Progress | None, clock: Clock, work: int = _LOOK
@@ -744,6 +854,11 @@ class Search:
             at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
+
+
+def _obeys(problem: EvictionProblem) -> bool:
+    """Whether what hints say can be done in the problem's order."""
+    return not problem.only or problem.cost(problem.nothing(), 0).valid
 
 
 def _parts_last(graph: Graph, stands: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,8 +4,9 @@ While an op that needs much runs for the last time, results that it does not lea
 it. Those that need little of their own to be made, as the gradients of the last layer's weights, had better be late:
 the first turn is planned without them, the second one makes them alone, and runs again what that takes. Each turn is
 a graph by itself, with its own order and evictions; what one leaves is beside the other.
-What runs but once runs in the first turn, and what the second one reads of that stays. So may what would take long to
-make again and is small: a minimum cut says what, by the price of a byte (`splits`).
+What runs but once runs in the first turn, and what the second one reads of that stays; what hints keep is made by
+ops that run but once, and no turn leaves the other what a hint says has to be recomputed. What stays may also be what
+would take long to make again and is small: a minimum cut says what, by the price of a byte (`splits`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tightship.options import Deadline
 from tightship.plan import Step
 from tightship.simulate import Timeline
 
-__all__ = ["Split", "Turn", "joined", "splits", "turns", "ways"]
+__all__ = ["Split", "Storages", "Turn", "joined", "splits", "turns", "ways"]
 
 _SMALL = 0.004
 """Results of less than this part of the peak are not worth a turn."""
@@ -56,11 +57,11 @@ class Turn:
 
 
 def ways(
-    graph: Graph, relaxed: Relaxation, line: Timeline, deadline: Deadline
+    graph: Graph, relaxed: Relaxation, line: Timeline, deadline: Deadline, leave: Storages = frozenset()
 ) -> Iterator[tuple[int, tuple[Turn, Turn]]]:
     """Pairs of turns that make large results, alone or with those made next to them, late, and what the first one
     needs at least as far as is easily seen: of every number of results those of which both turns promise least.
-    ``line``: of the least peak so far."""
+    ``line``: of the least peak so far; ``leave`` as for `turns`."""
     queues = defaultdict[int, list[tuple[int, int, int, Storages, tuple[Turn, Turn] | None]]](list)
     for nth, (first, second, some) in enumerate(_guesses(graph, relaxed, line)):
         heappush(queues[len(some)], (max(first, second), -first, nth, some, None))
@@ -73,7 +74,7 @@ def ways(
             if pair is not None:
                 offered += 1
                 yield -first, pair
-            elif (pair := turns(graph, some, relaxed.again)) is not None:
+            elif (pair := turns(graph, some, relaxed.again, leave=leave)) is not None:
                 late = pair[1]
                 least = lower_bound(late.graph, redraw=False, in_place=bool(relaxed.pairs), deadline=deadline)
                 heappush(queue, (max(-first, late.beside + least), first, nth, some, pair))
@@ -198,10 +199,14 @@ def _windows(rows: Sequence[int]) -> Iterator[list[int]]:
 
 
 def turns(
-    graph: Graph, late: Storages, again: Mask, carried: Storages = frozenset()
+    graph: Graph,
+    late: Storages,
+    again: Mask,
+    carried: Storages = frozenset(),
+    leave: Storages = frozenset(),
 ) -> tuple[Turn, Turn] | None:
-    """The two turns that make ``late`` results in the second one, for which the first one leaves what is ``carried``;
-    None where that cannot be."""
+    """The two turns that make ``late`` results in the second one, for which the first one leaves what is ``carried``,
+    and nothing of what has to ``leave``; None where that cannot be."""
     uses = graph.uses
     results = graph.kept - graph.static
     first, _ = _closure(graph, (results - late) | carried, range(0), np.flatnonzero(~again).tolist())
@@ -210,7 +215,7 @@ def turns(
     there = {s for s in range(len(graph.storages)) if uses.writers[s] and first.issuperset(uses.writers[s])}
     left = {s for s in there if s in carried or not all(again[k] for k in uses.writers[s])}
     second, given = _closure(graph, late, (results - late) | left, ())
-    if second is None or not all(again[k] for k in first & second):
+    if second is None or given & leave or not all(again[k] for k in first & second):
         return None
     rest = set(range(len(graph.ops))) - first - second
     if rest:  # what leads to no result
