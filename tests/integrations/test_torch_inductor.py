@@ -525,6 +525,44 @@ def test_real_numbers_that_become_complex_run_as_planned_from_the_first_step_on(
     assert p.last is not None and p.last.measured_peak == p.last.planned_peak and not p.last.misses
 
 
+class Conjugated(nn.Module):
+    """Complex products, whose operands PyTorch leaves to be conjugated or negated by those who read them."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.w, self.v = (nn.Parameter(torch.randn(32, 32, dtype=torch.complex64)) for _ in range(2))
+
+    def forward(self, x):
+        return (self.way(self.w, self.v).abs() * x).sum()
+
+
+@complex_numbers
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda w, v: w.t() @ v,
+        pytest.param(lambda w, v: w.conj() @ v, marks=pytest.mark.slow),
+        pytest.param(lambda w, v: w.mH @ v @ w, marks=pytest.mark.slow),
+        pytest.param(lambda w, v: w.conj().imag @ v.real, marks=pytest.mark.slow),
+        pytest.param(lambda w, v: w.conj()[:16].t() @ v[:16], marks=pytest.mark.slow),
+    ],
+    ids=["transposed", "conjugated", "both", "negated", "in part"],
+)
+def test_what_is_conjugated_by_its_readers_takes_what_was_planned(way):
+    torch.manual_seed(0)
+    model, x = Conjugated(way), torch.randn(32, 32)
+    call, found = compiled(model), []
+    for run in (call, torch.compile(model, backend="inductor")):
+        model.zero_grad()
+        loss = run(x)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    (p,) = compiled_plans(call)
+    assert p.last is not None and p.last.measured_peak == p.last.planned_peak and not p.last.misses
+
+
 def test_a_first_run_asks_for_what_every_other_one_does():
     from torch._functorch._aot_autograd.runtime_wrappers import _AnalyzeCustomOpInputOutputMode
 

@@ -246,12 +246,13 @@ _READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Like:
-    """Stands for a tensor of such metadata."""
+    """Stands for a tensor of such metadata; ``lazily``: what its readers have to do with it first."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    lazily: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -275,7 +276,19 @@ def _like(node: Any) -> _Like:
 
     hint = V.graph.sizevars.optimization_hint
     shape, stride = (tuple(int(hint(n)) for n in row) for row in (node.get_size(), node.get_stride()))
-    return _Like(shape, stride, node.get_dtype(), str(node.get_device()))
+    return _Like(shape, stride, node.get_dtype(), str(node.get_device()), _lazily(node))
+
+
+def _lazily(node: Any) -> tuple[str, ...]:
+    """What a view by PyTorch itself (`aten._conj`, `aten._neg_view`) leaves to the readers of its result; views of
+    Inductor's keep it."""
+    while type(node).__name__ in ("TensorBox", "StorageBox", "ReinterpretView"):
+        node = node.data
+    origin = node.get_origin_node() if type(node).__name__ in ("FallbackKernel", "MultiOutput") else None
+    value = None if origin is None else origin.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return ("_conj",) * value.is_conj() + ("_neg_view",) * value.is_neg()
 
 
 def _kernel(node: Any) -> Kernel:
@@ -347,7 +360,10 @@ def _sampled(tree: Any, number: float) -> Any:
     """Zero is an index that every op takes; a probability may have to be more."""
     if isinstance(tree, _Like):
         new = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
-        return new.fill_(number if new.is_floating_point() else 0)
+        new.fill_(number if new.is_floating_point() else 0)
+        for view in tree.lazily:
+            new = getattr(torch.ops.aten, view).default(new)
+        return new
     if tree is _RANDOM_STATE:
         return torch.get_rng_state()
     if isinstance(tree, (list, tuple)):
