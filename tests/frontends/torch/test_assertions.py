@@ -14,6 +14,12 @@ from tightship.execute.fit import fit
 from tightship.execute.interpreter import Fallback
 
 
+@pytest.fixture(autouse=True)
+def _arguments_are_checked(monkeypatch):
+    """Dynamo switches it off for the whole process, when it first compiles anything."""
+    monkeypatch.setattr(distributions.Distribution, "_validate_args", True)
+
+
 class Net(nn.Module):
     """A mean and a scale for each of four numbers."""
 
