@@ -226,6 +226,33 @@ def test_an_optimizer_is_bit_identical_or_refused(name: str, kept: Any) -> None:
         assert outcome.startswith("identical") and ("at once" in outcome) == (name in TOGETHER)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prodigyopt Prodigy",  # keeps a copy of a parameter that is not zero
+        pytest.param("pytorch_optimizer Prodigy", marks=pytest.mark.slow),
+        pytest.param(
+            "pytorch_optimizer DAdaptSGD", marks=pytest.mark.slow
+        ),  # keeps nothing where gradients are zero
+        pytest.param("pytorch_optimizer DAdaptAdam", marks=pytest.mark.slow),
+    ],
+)
+def test_state_that_follows_from_the_numbers_is_counted_before_the_first_step(name: str, kept: Any) -> None:
+    package, kind = name.split()
+    make = getattr(pytest.importorskip(package), kind)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    step = fit(
+        model, lambda m, x: m(x).square().mean(), make(model.parameters()), torch.randn(16, 32), "100%",
+        strict=True, cache=kept,
+    )  # fmt: skip
+    for number in range(3):
+        step(torch.randn(16, 32))
+        used = step.measure()
+        assert used["misses"] == 0 and used["measured_peak"] <= used["planned_peak"] <= used["budget"]
+        assert number == 0 or used["measured_peak"] == used["planned_peak"]
+
+
 def table() -> Iterator[str]:
     """A row for each optimizer that is installed: its name, and what `trained` says of it."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

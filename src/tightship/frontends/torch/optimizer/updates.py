@@ -619,6 +619,10 @@ def _rehearsed(optimizer: torch.optim.Optimizer, rows: Sequence[Row], *, known: 
     return Kept(states, {}, tried.keeps, tried.takes)
 
 
+_SMALL = 1e-3
+"""A gradient's numbers: of one of zeros some optimizers keep nothing yet (DAdaptSGD)."""
+
+
 def _on_copies(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], steps: int, *, held: bool = False,
     sparse: Collection[int] = (),
@@ -634,7 +638,7 @@ def _on_copies(
         for group in made.param_groups if not fused else ():
             group["fused"] = False
         pairs = [
-            (q, sparse_gradient(q, [blank_term(q, Rows(1))]) if i in sparse else torch.zeros_like(q))
+            (q, sparse_gradient(q, [blank_term(q, Rows(1))]) if i in sparse else torch.full_like(q, _SMALL))
             for i, q in others.items()
         ]
         keeps, before = False, dict[Path, torch.Tensor]()
@@ -663,20 +667,21 @@ def _on_copies(
         except Exception:
             pass
 
-    def zeros(p: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(p, memory_format=torch.preserve_format)
+    def same(p: torch.Tensor) -> torch.Tensor:
+        """With its numbers: what an optimizer keeps for a parameter may follow from them (Prodigy)."""
+        return p.detach().clone(memory_format=torch.preserve_format)
 
     on_meta = any(p.is_meta for p in params)
     try:
         with random_untouched(), compat.fused_on_meta():
             try:
-                return tried(zeros)
+                return tried(same)
             except (
                 NotImplementedError
             ):  # of a fused kernel torch does not know the shapes: the plain one's are the same
                 if not on_meta:
                     raise
-                return tried(zeros, fused=False)
+                return tried(same, fused=False)
     except Exception as error:
         raise does_not_run(optimizer, error) from error
 
