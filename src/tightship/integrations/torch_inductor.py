@@ -432,6 +432,7 @@ class _Search:
         self.owner, self.joint, self.inputs, self.outputs, self.lower = owner, joint, inputs, outputs, lower
         self.fixed = static
         self.dead = 0  # in a lean graph: bytes for which a kernel ends
+        self.leaned = False  # whether the lean graph was searched
         self.count = 0
         self.notes: list[str] = []
         self.seen: dict[Hashable, Candidate[Pair]] = {}
@@ -459,7 +460,7 @@ class _Search:
         best = first if budget is None or first.needed <= budget else self.within(budget, static, first)
         row = Partition(
             best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
-            self.count, _LEAN in self.notes,
+            self.count, self.leaned,
         )  # fmt: skip
         self.kept.keep(self.unplanned, budget, row)
         return best
@@ -522,7 +523,7 @@ class _Search:
         beyond = simulate.replay(graph, simulate.baseline(graph)).peak - graph.static_bytes
         lean.dead = max(beyond // _DEAD, 1)
         self.notes.append(_LEAN)
-        lean.notes = self.notes
+        self.leaned, lean.notes = True, self.notes
         return lean
 
     def search(self, budget: int, static: int, first: Candidate[Pair]) -> Candidate[Pair]:

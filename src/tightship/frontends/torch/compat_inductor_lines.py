@@ -121,8 +121,9 @@ def _events_of(line: Any, graph: Any) -> Iterator[Event]:
     if kind in _SILENT or (isinstance(line, str) and _SILENT_TEXT.match(line.strip())):
         return
     read = _READERS.get(kind)
-    if read is None and _copied_by(line, graph) is not None:
-        read = _copy
+    if read is None and (copy := _copied_by(line, graph)) is not None:
+        yield Event("call", "", kernel=_kernel(copy), origin=_origin(copy, graph))
+        return
     if read is None:
         shown = f"the line {line!r}" if isinstance(line, str) else f"a {kind}"
         raise Unsupported(f"{shown} of Inductor's in compiled mode", "nobody knows what memory it takes")
@@ -220,11 +221,6 @@ def _copied_by(line: Any, graph: Any) -> Any:
             if line.strip() == f"{to}.copy_({source}, {non_blocking})":
                 return node
     return None
-
-
-def _copy(line: Any, graph: Any) -> Iterator[Event]:
-    node = _copied_by(line, graph)
-    yield Event("call", "", kernel=_kernel(node), origin=_origin(node, graph))
 
 
 _READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
