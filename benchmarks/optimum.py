@@ -11,12 +11,12 @@ bytes. It is met equally fast, met slower, missed by the search (no peak within 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from support.optimum import optimum
-from support.strategies import random_graph
 from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.plan import Step
@@ -24,6 +24,11 @@ from tightship.planners import default
 from tightship.planners.evict import states
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import lay_out
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.optimum import optimum
+from support.strategies import random_graph
 
 MODES = ("peak", "arena", "out")
 _STEP = 64
