@@ -19,7 +19,8 @@ from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
 from tightship.execute.host_pool import FilePool, HostPool, in_file, pool_beside
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
+from tightship.frontends.torch.optimizer.given import each
+from tightship.frontends.torch.optimizer.updates import Updater, state_at
 from tightship.frontends.torch.program import Slot, dtype_of, tensors_in
 from tightship.frontends.torch.rerun.function_trace import name_of
 from tightship.graph import Value, aligned

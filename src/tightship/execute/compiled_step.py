@@ -49,7 +49,8 @@ from tightship.frontends.torch.capture.fused import between_blocks
 from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
 from tightship.frontends.torch.compat_inductor import Lowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
-from tightship.frontends.torch.optimizer.updates import Member, Updater, each, independent, state_at
+from tightship.frontends.torch.optimizer.given import each, independent
+from tightship.frontends.torch.optimizer.updates import Member, Updater, state_at
 from tightship.frontends.torch.program import Program
 from tightship.graph import aligned, alignment_of
 from tightship.plan import Plan

@@ -36,7 +36,8 @@ from tightship.execute.shards import (
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
-from tightship.frontends.torch.optimizer.updates import blank_state, each, is_blank
+from tightship.frontends.torch.optimizer.given import each
+from tightship.frontends.torch.optimizer.kept import blank_state, is_blank
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
 

@@ -15,7 +15,7 @@ from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.collectives import average_now
 from tightship.frontends.torch.optimizer.copy import random_untouched
-from tightship.frontends.torch.optimizer.updates import each, twin_of
+from tightship.frontends.torch.optimizer.given import each, twin_of
 from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace, Inner, map_tensors
 from tightship.frontends.torch.rerun.live_step import Asked, Owned

@@ -26,7 +26,7 @@ from tightship.execute.eager_peak import Kernels, Timeline
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
 from tightship.frontends.torch.capture.step import capture_step, module_of
-from tightship.frontends.torch.optimizer.updates import as_one
+from tightship.frontends.torch.optimizer.given import as_one
 from tightship.frontends.torch.structure import (
     LossFn,
     batch_size,

@@ -28,7 +28,7 @@ from tightship.execute.ranks import together
 from tightship.execute.stream import is_about
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat_distributed
-from tightship.frontends.torch.optimizer.updates import Several, as_one
+from tightship.frontends.torch.optimizer.given import Several, as_one
 from tightship.frontends.torch.structure import (
     Pad,
 )

@@ -32,7 +32,7 @@ from tightship.execute.profile import profile
 from tightship.execute.split import Change, Choice, Splitting, advice
 from tightship.execute.stream import Streaming, least_streamed, streaming_advice
 from tightship.execute.weights import into_memory
-from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten

@@ -25,7 +25,7 @@ from tightship.frontends.torch.collectives import (
     scattered_means,
     share,
 )
-from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.structure import map_leaves
 
 __all__ = [

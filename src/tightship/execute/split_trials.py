@@ -17,7 +17,8 @@ import torch
 from tightship.analysis.patches import DIM, Finder, Region, Rows, Take, bounds_of, made_rows
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.copy import bare
-from tightship.frontends.torch.optimizer.updates import Updater, independent
+from tightship.frontends.torch.optimizer.given import independent
+from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, map_tree, substitute
 from tightship.frontends.torch.split_chains import dims_of, narrowed, seen
 from tightship.frontends.torch.split_norm import normalized, normalized_backward

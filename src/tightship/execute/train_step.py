@@ -28,7 +28,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.train_variants import TrainVariants, check_call
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.incremental import Ending
-from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import (
     Pad,

@@ -20,7 +20,7 @@ from tightship.execute import allocator
 from tightship.frontends.torch import compat, compat_compile, compat_distributed
 from tightship.frontends.torch.compat_distributed import Buckets
 from tightship.frontends.torch.optimizer.copy import copied, stepped
-from tightship.frontends.torch.optimizer.updates import independent
+from tightship.frontends.torch.optimizer.given import independent
 from tightship.graph import aligned, alignment_of
 from tightship.units import Budget, format_bytes
 

@@ -14,8 +14,8 @@ from support import plans
 from support.state import differences, snapshot
 from tightship.errors import Unsupported
 from tightship.execute.fit import fit
+from tightship.frontends.torch.optimizer.given import _INDEPENDENT, independent
 from tightship.frontends.torch.optimizer.probe import why_together
-from tightship.frontends.torch.optimizer.updates import _INDEPENDENT, independent
 
 pytestmark = pytest.mark.filterwarnings("ignore::tightship.execute.interpreter.PeakMismatch")
 

@@ -30,7 +30,7 @@ from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import Capture
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage, source_line
 from tightship.frontends.torch.optimizer.copy import random_untouched
-from tightship.frontends.torch.optimizer.updates import each, twin_of
+from tightship.frontends.torch.optimizer.given import each, twin_of
 from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import tensor_leaves
 

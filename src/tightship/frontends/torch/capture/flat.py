@@ -24,7 +24,8 @@ from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch import compat, compat_distributed, compat_inductor
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.optimizer.copy import Path, bare
-from tightship.frontends.torch.optimizer.updates import Updater, each, independent
+from tightship.frontends.torch.optimizer.given import each, independent
+from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Program, dtype_of, flat, refs_in, substitute
 from tightship.graph import Value
 

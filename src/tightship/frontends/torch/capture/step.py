@@ -25,15 +25,8 @@ from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
 from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker
 from tightship.frontends.torch.optimizer.copy import Rows
-from tightship.frontends.torch.optimizer.updates import (
-    Member,
-    Several,
-    SeveralUpdates,
-    Updater,
-    Updates,
-    as_one,
-    updaters,
-)
+from tightship.frontends.torch.optimizer.given import Several, as_one
+from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.structure import (
     BatchSpec,

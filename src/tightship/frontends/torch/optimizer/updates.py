@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,47 +26,22 @@ from tightship.frontends.torch.optimizer.copy import (
     Term,
     Turns,
     bare,
-    blank_term,
-    copied,
-    inside,
-    kept_by_path,
-    kept_tensors,
     moved_out,
     parameters_of,
     random_untouched,
     sparse_gradient,
     stepped,
 )
+from tightship.frontends.torch.optimizer.given import Several, independent
+from tightship.frontends.torch.optimizer.kept import Kept, Row, rehearsed
 from tightship.frontends.torch.optimizer.probe import (
     DRAWS,
-    does_not_run,
     needs_closure,
     why_together,
 )
 from tightship.graph import aligned
 
-__all__ = [
-    "Member",
-    "Several",
-    "SeveralUpdates",
-    "Updater",
-    "Updates",
-    "as_one",
-    "blank_state",
-    "each",
-    "independent",
-    "is_blank",
-    "settings",
-    "state_at",
-    "twin_of",
-    "updaters",
-]
-
-
-_INDEPENDENT = (
-    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
-    "Rprop", "SGD", "SparseAdam",
-)  # fmt: skip
+__all__ = ["Member", "SeveralUpdates", "Updater", "Updates", "state_at", "updaters"]
 
 
 _NONE: Mapping[str, tuple[Rows, ...]] = MappingProxyType({})
@@ -254,7 +229,7 @@ class Updates:
         if not rows:
             return []
         _check_sparse(optimizer, rows)
-        kept = _rehearsed(optimizer, rows, known=self._known, together=self.together is not None)
+        kept = rehearsed(optimizer, rows, known=self._known, together=self.together is not None)
         members, self.keeps = _members(optimizer, rows, kept), kept.keeps
         if self._known:
             stateful = [m.param for m in members if m.has_state]
@@ -306,71 +281,6 @@ class SeveralUpdates:
         return found
 
 
-class Several:
-    """Optimizers that step in turn, as one: all groups, and a step of each."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = tuple(optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [g for o in self.optimizers for g in o.param_groups]
-
-    def step(self) -> None:
-        for o in self.optimizers:
-            compat.plain_step(type(o))(o)
-
-    def zero_grad(self) -> None:
-        for o in self.optimizers:
-            o.zero_grad()
-
-
-def each(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers that one stands for: itself, as a rule."""
-    return optimizer.optimizers if isinstance(optimizer, Several) else (optimizer,)
-
-
-def as_one(optimizer: Any) -> Any:
-    """The optimizer, or the several of a list or tuple as one, without the wrapper that accelerate puts around each.
-    Raises ``BadInput`` for an empty list and what is no optimizer, ``Unsupported`` for a wrapper that scales
-    gradients."""
-    if not isinstance(optimizer, (list, tuple)):
-        return _unwrapped(optimizer)
-    optimizer = [_unwrapped(o) for o in optimizer]
-    if not optimizer:
-        raise BadInput(
-            "an empty list of optimizers: give one, or None for a backward pass alone", place="optimizer"
-        )
-    return optimizer[0] if len(optimizer) == 1 else Several(optimizer)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        kind = type(optimizer).__name__
-        fault = f"optimizer of type {kind}; give a torch.optim.Optimizer, several in a list, or None"
-        raise BadInput(fault, place="optimizer")
-    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "defaults"):
-        raise Unsupported(
-            f"a {type(optimizer).__name__}, which is made without Optimizer.__init__,",
-            "what it does around the step of the optimizer inside of it is not known",
-            "give fit the optimizer inside, or call step.backward(batch) and its own step() (fit with None for it)",
-        )  # fmt: skip
-    if not type(optimizer).__module__.startswith("accelerate."):
-        return optimizer
-    if getattr(optimizer, "scaler", None) is not None:
-        raise Unsupported(
-            "an optimizer of accelerate's with a GradScaler", "its step unscales gradients and may be left out",
-            "give fit the optimizer before accelerator.prepare, and the scaler as scaler=",
-        )  # fmt: skip
-    return optimizer.optimizer
-
-
-def twin_of(optimizer: Any, others: Mapping[int, torch.Tensor]) -> Any:
-    """As `copied`, of several as well."""
-    made = [copied(o, others) for o in each(optimizer)]
-    return Several(made) if isinstance(optimizer, Several) else made[0]
-
-
 def updaters(
     optimizer: torch.optim.Optimizer | Several, model_parameters: Mapping[str, torch.Tensor]
 ) -> Updates | SeveralUpdates:
@@ -402,61 +312,6 @@ def _updates(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, to
     if not places:
         raise BadInput("none of its parameters requires a gradient", place="optimizer")
     return Updates(optimizer, places)
-
-
-def independent(optimizer: Any) -> bool:
-    """Whether the optimizer is of a class of torch's that treats its parameters independently; subclasses are not."""
-    cls = type(optimizer)
-    return cls.__name__ in _INDEPENDENT and getattr(torch.optim, cls.__name__, None) is cls
-
-
-def blank_state(optimizer: Any) -> dict[int, dict[Any, torch.Tensor]]:
-    """Zeros like the state of parameters that have none before their first step, by their ids, for an optimizer of
-    torch's: `torch.distributed.checkpoint` reads nothing of what a state dict has no tensor for."""
-    if not independent(optimizer) or isinstance(optimizer, torch.optim.SparseAdam):
-        return {}
-    groups = enumerate(optimizer.param_groups)
-    rows = [Row(g, p, "", ()) for g, group in groups for p in group["params"] if p.requires_grad]
-    missing = [row for row in rows if not optimizer.state.get(row.param)]
-    kept = _rehearsed(optimizer, missing, known=True, together=False).states
-    return {
-        i: {
-            k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_()
-            for k, t in state.items()
-        }
-        for i, state in kept.items()
-        if state
-    }
-
-
-def is_blank(optimizer: Any, state: Mapping[Any, Any]) -> bool:
-    """Whether a parameter's state is one of `blank_state`, which stands for none at all."""
-    if "step" not in state or isinstance(optimizer, torch.optim.Adagrad):  # Adagrad begins with its state
-        return False
-    return not any(bool(t.any()) for t in state.values() if isinstance(t, torch.Tensor))
-
-
-def settings(optimizer: Any) -> tuple[Any, ...]:
-    """What decides which ops a step of the optimizer is made of; other numbers are read anew at each step.
-
-    Numbers that are zero leave ops out; of classes that are not torch's they may count, and are not looked at.
-    """
-    if isinstance(optimizer, Several):
-        return tuple(settings(o) for o in optimizer.optimizers)
-    known = independent(optimizer)
-
-    def kind(name: str, value: Any) -> Any:
-        if value is None or isinstance(value, (bool, str)):
-            return value
-        if isinstance(value, (int, float)):
-            return bool(value) if known and "lr" not in name else "a number"
-        return type(value).__name__
-
-    rows = [{n: kind(n, x) for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
-    groups = [{n: x for n, x in row.items() if x != "a number"} for row in rows]  # a step may make some
-    members = [[id(p) for p in g["params"]] for g in optimizer.param_groups]
-    around = compat.optimizer_hooks(optimizer), compat.replaced_step(optimizer) is None
-    return type(optimizer), compat.plain_step(type(optimizer)), members, groups, around
 
 
 def _check(optimizer: Any) -> None:
@@ -530,32 +385,6 @@ def _turn(turns: Turns, member: Member) -> Run:
     return run
 
 
-# --- state ----------------------------------------------------------------------------------------------------
-
-_FIRST_STEPS = 12
-"""Steps of a class that is not torch's that are tried for what it keeps: some make it in a later one."""
-
-
-class Row(NamedTuple):
-    """A parameter: its group, itself, its name, and the rows of the terms of a sparse gradient."""
-
-    group: int
-    param: torch.Tensor
-    name: str
-    rows: tuple[Rows, ...]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What an optimizer keeps after some steps: the tensors in the state of each parameter, by its id; those it
-    ``held`` beside; whether it ``keeps`` new tensors in the place of others, and ``takes`` gradients themselves."""
-
-    states: Mapping[int, dict[Any, torch.Tensor] | None]
-    held: Mapping[Path, torch.Tensor]
-    keeps: bool
-    takes: bool = False
-
-
 def _members(optimizer: torch.optim.Optimizer, rows: Sequence[Row], kept: Kept) -> list[Member]:
     """Members with the keys and tensors of the state that the optimizer has or will create for them."""
     made = []
@@ -579,114 +408,3 @@ def _check_sparse(optimizer: torch.optim.Optimizer, rows: Sequence[Row]) -> None
                 "what it keeps of it is not known before the step", "SGD without momentum, Adagrad or SparseAdam; or "
                 "sparse=False in the embedding",
             )  # fmt: skip
-
-
-def _flat(state: Any, others: Collection[int]) -> dict[Any, torch.Tensor] | None:
-    """The tensors of a parameter's state by key or path, but ``others``, by their ids; None without a state."""
-    if not state:
-        return None
-    found: dict[Any, torch.Tensor] = {}
-    for k, x in state.items():
-        inner = {k: x} if isinstance(x, torch.Tensor) else inside(x)
-        for path, t in inner.items():
-            if id(t) not in others:
-                found[Path((("key", k), *path)) if isinstance(path, Path) else path] = t
-    return found
-
-
-def _rehearsed(optimizer: torch.optim.Optimizer, rows: Sequence[Row], *, known: bool, together: bool) -> Kept:
-    """What it will keep, as a copy of it does after some steps; of parameters that look alike one is tried where each
-    is stepped by itself. Torch's own make all state in their first step."""
-    if together:
-        return _on_copies(optimizer, [row.param for row in rows], _FIRST_STEPS, held=True)
-    own = {id(row.param) for row in rows}
-    states = {
-        id(p): _flat(optimizer.state[p], own) for _, p, _, _ in rows if known and optimizer.state.get(p)
-    }
-    alike: dict[Any, list[torch.Tensor]] = {}
-    sparse: set[int] = set()
-    for g, p, _, rows_of in rows:
-        if rows_of:
-            sparse.add(id(p))
-        if id(p) not in states:
-            look = g, tuple(p.shape), p.stride(), p.dtype, p.device, bool(rows_of)
-            alike.setdefault(look, []).append(p)
-    if not alike:
-        return Kept(states, {}, False)
-    firsts = [some[0] for some in alike.values()]
-    tried = _on_copies(optimizer, firsts, 1 if known else _FIRST_STEPS, sparse=sparse)
-    states |= {id(p): tried.states[id(some[0])] for some in alike.values() for p in some}
-    return Kept(states, {}, tried.keeps, tried.takes)
-
-
-_SMALL = 1e-3
-"""A gradient's numbers: of one of zeros some optimizers keep nothing yet (DAdaptSGD)."""
-
-
-def _on_copies(
-    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], steps: int, *, held: bool = False,
-    sparse: Collection[int] = (),
-) -> Kept:  # fmt: skip
-    """What a copy of the optimizer keeps for these parameters after ``steps``: on fake tensors, if the step runs on
-    them. The gradients of those whose ids are in ``sparse`` are. Raises ``Unsupported`` if it does not run on real
-    ones, either."""
-    plain = compat.plain_step(type(optimizer))
-
-    def tried(scratch: Callable[[torch.Tensor], torch.Tensor], *, fused: bool = True) -> Kept:
-        others = {id(p): torch.nn.Parameter(scratch(p), p.requires_grad) for p in params}
-        made = copied(optimizer, others, alone=not held)
-        for group in made.param_groups if not fused else ():
-            group["fused"] = False
-        pairs = [
-            (q, sparse_gradient(q, [blank_term(q, Rows(1))]) if i in sparse else torch.full_like(q, _SMALL))
-            for i, q in others.items()
-        ]
-        keeps, before = False, dict[Path, torch.Tensor]()
-        for _ in range(steps):
-            stepped(made, plain, pairs)
-            now = kept_by_path(made)
-            keeps = keeps or any(
-                compat.storage_key(t) != compat.storage_key(before[path])
-                for path, t in now.items()
-                if path in before
-            )
-            before = now
-        own = {id(q) for q in others.values()}
-        states = {id(p): _flat(made.state.get(others[id(p)]), own) for p in params}
-        given = {compat.storage_key(g) for _, g in pairs if not g.is_sparse}
-        takes = any(compat.storage_key(t) in given for t in before.values())
-        return Kept(states, _held(made, states) if held else {}, keeps or takes, takes)
-
-    def blank(p: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
-
-    if not kept_tensors(optimizer):  # a copy of a real tensor among fake ones could be written to by nothing
-        try:
-            with random_untouched(), compat.fake_mode_of(params) or compat.fake_mode():
-                return tried(blank)
-        except Exception:
-            pass
-
-    def same(p: torch.Tensor) -> torch.Tensor:
-        """With its numbers: what an optimizer keeps for a parameter may follow from them (Prodigy)."""
-        return p.detach().clone(memory_format=torch.preserve_format)
-
-    on_meta = any(p.is_meta for p in params)
-    try:
-        with random_untouched(), compat.fused_on_meta():
-            try:
-                return tried(same)
-            except (
-                NotImplementedError
-            ):  # of a fused kernel torch does not know the shapes: the plain one's are the same
-                if not on_meta:
-                    raise
-                return tried(same, fused=False)
-    except Exception as error:
-        raise does_not_run(optimizer, error) from error
-
-
-def _held(made: Any, states: Mapping[int, dict[Any, torch.Tensor] | None]) -> dict[Path, torch.Tensor]:
-    """What it keeps beside the states of its parameters, each tensor once."""
-    own = {id(t) for state in states.values() for t in (state or {}).values()}
-    return {path: t for path, t in kept_by_path(made).items() if id(t) not in own}

@@ -1,0 +1,113 @@
+"""Optimizers as users give them: one, several in a list, or in a wrapper; and which classes are torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tightship.errors import BadInput, Unsupported
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.optimizer.copy import copied
+
+__all__ = ["Several", "as_one", "each", "independent", "settings", "twin_of"]
+
+_INDEPENDENT = (
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+
+
+class Several:
+    """Optimizers that step in turn, as one: all groups, and a step of each."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [g for o in self.optimizers for g in o.param_groups]
+
+    def step(self) -> None:
+        for o in self.optimizers:
+            compat.plain_step(type(o))(o)
+
+    def zero_grad(self) -> None:
+        for o in self.optimizers:
+            o.zero_grad()
+
+
+def each(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers that one stands for: itself, as a rule."""
+    return optimizer.optimizers if isinstance(optimizer, Several) else (optimizer,)
+
+
+def as_one(optimizer: Any) -> Any:
+    """The optimizer, or the several of a list or tuple as one, without the wrapper that accelerate puts around each.
+    Raises ``BadInput`` for an empty list and what is no optimizer, ``Unsupported`` for a wrapper that scales
+    gradients."""
+    if not isinstance(optimizer, (list, tuple)):
+        return _unwrapped(optimizer)
+    optimizer = [_unwrapped(o) for o in optimizer]
+    if not optimizer:
+        raise BadInput(
+            "an empty list of optimizers: give one, or None for a backward pass alone", place="optimizer"
+        )
+    return optimizer[0] if len(optimizer) == 1 else Several(optimizer)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        kind = type(optimizer).__name__
+        fault = f"optimizer of type {kind}; give a torch.optim.Optimizer, several in a list, or None"
+        raise BadInput(fault, place="optimizer")
+    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "defaults"):
+        raise Unsupported(
+            f"a {type(optimizer).__name__}, which is made without Optimizer.__init__,",
+            "what it does around the step of the optimizer inside of it is not known",
+            "give fit the optimizer inside, or call step.backward(batch) and its own step() (fit with None for it)",
+        )  # fmt: skip
+    if not type(optimizer).__module__.startswith("accelerate."):
+        return optimizer
+    if getattr(optimizer, "scaler", None) is not None:
+        raise Unsupported(
+            "an optimizer of accelerate's with a GradScaler", "its step unscales gradients and may be left out",
+            "give fit the optimizer before accelerator.prepare, and the scaler as scaler=",
+        )  # fmt: skip
+    return optimizer.optimizer
+
+
+def twin_of(optimizer: Any, others: Mapping[int, torch.Tensor]) -> Any:
+    """As `copied`, of several as well."""
+    made = [copied(o, others) for o in each(optimizer)]
+    return Several(made) if isinstance(optimizer, Several) else made[0]
+
+
+def independent(optimizer: Any) -> bool:
+    """Whether the optimizer is of a class of torch's that treats its parameters independently; subclasses are not."""
+    cls = type(optimizer)
+    return cls.__name__ in _INDEPENDENT and getattr(torch.optim, cls.__name__, None) is cls
+
+
+def settings(optimizer: Any) -> tuple[Any, ...]:
+    """What decides which ops a step of the optimizer is made of; other numbers are read anew at each step.
+
+    Numbers that are zero leave ops out; of classes that are not torch's they may count, and are not looked at.
+    """
+    if isinstance(optimizer, Several):
+        return tuple(settings(o) for o in optimizer.optimizers)
+    known = independent(optimizer)
+
+    def kind(name: str, value: Any) -> Any:
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, (int, float)):
+            return bool(value) if known and "lr" not in name else "a number"
+        return type(value).__name__
+
+    rows = [{n: kind(n, x) for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
+    groups = [{n: x for n, x in row.items() if x != "a number"} for row in rows]  # a step may make some
+    members = [[id(p) for p in g["params"]] for g in optimizer.param_groups]
+    around = compat.optimizer_hooks(optimizer), compat.replaced_step(optimizer) is None
+    return type(optimizer), compat.plain_step(type(optimizer)), members, groups, around
