@@ -97,6 +97,15 @@ class Late(Own):
         return p.grad
 
 
+class Begins(Own):
+    """Its first step needs more than all later ones."""
+
+    def direction(self, p, state):
+        if not state:
+            state["scale"] = (p.flatten()[:, None] * p.flatten()[None, :]).abs().sum(1).view_as(p).sqrt()
+        return p.grad / (1 + state["scale"])
+
+
 class VeryLate(Late):
     every = 17
 
@@ -274,6 +283,21 @@ def test_state_that_comes_late_counts_from_the_start(tmp_path):
     late, plain = (check(of(cls), tmp_path).step.graph for cls in (Late, Own))
     sizes = sum(-(-p.numel() * 4 // 64) * 64 for p in net().parameters())
     assert late.static_bytes == plain.static_bytes + sizes
+
+
+def test_a_first_update_that_needs_more_than_later_ones_is_within_the_budget(tmp_path):
+    first = check(of(Begins), tmp_path, steps=3, budget="100%")
+
+    def begun(model):
+        """As a loop does that goes on where another has ended."""
+        optimizer = Begins(model.parameters())
+        for p in model.parameters():
+            optimizer.state[p]["scale"] = torch.ones_like(p)
+        return optimizer
+
+    second = check(begun, tmp_path, steps=3, budget="100%")
+    most = max(p.numel() for p in net().parameters())
+    assert first.step.measure()["planned_peak"] > most**2 * 4 > second.step.measure()["planned_peak"]
 
 
 def test_state_that_comes_later_than_was_tried_lies_outside_the_arena(tmp_path):

@@ -212,8 +212,11 @@ _MANY: Final = 10**7
 """Elements of parameters above which an update is tried a few times only."""
 
 
-def rehearsed(rehearsal: Rehearsal, bench: Bench, *, exact: bool, elements: int) -> list[UpdateRun]:
-    """Runs of an update with other gradients and after other numbers of steps; ``exact``: of a known class."""
+def rehearsed(
+    rehearsal: Rehearsal, bench: Bench, *, exact: bool, elements: int
+) -> tuple[list[UpdateRun], int]:
+    """Runs of an update with other gradients and after other numbers of steps; ``exact``: of a known class. And the
+    bytes of the run that makes the state, if there is none yet, beside those of the state."""
     scales: Sequence[float] = _SCALES if exact else _MORE_SCALES
     ahead = _AHEAD if exact else _MORE_AHEAD
     if elements > _MANY:
@@ -230,6 +233,8 @@ def rehearsed(rehearsal: Rehearsal, bench: Bench, *, exact: bool, elements: int)
         log.seek(0)
 
     with random_untouched(), bench.log() as log:
+        if rehearsal.begins:
+            run(0.0 if exact else 1.0)
         for scale in scales:
             run(scale)
             rehearsal.count()
@@ -245,12 +250,18 @@ def rehearsed(rehearsal: Rehearsal, bench: Bench, *, exact: bool, elements: int)
     for event in log.events:
         if event.step < len(events):
             events[event.step].append(event)
-    return [UpdateRun(e, s) for e, s in zip(events[1:], seconds, strict=True)]
+    runs = [UpdateRun(e, s) for e, s in zip(events[1:], seconds, strict=True)]
+    if not rehearsal.begins:
+        return runs, 0
+    return runs[1:], runs[0].peak - runs[0].kept
 
 
-def rows_of_update(runs: Sequence[UpdateRun], *, exact: bool, keeps: bool) -> tuple[int, tuple[Row, ...]]:
+def rows_of_update(
+    runs: Sequence[UpdateRun], begun: int, *, exact: bool, keeps: bool
+) -> tuple[int, tuple[Row, ...]]:
     """The workspace of an update and its requests: those of every run, if it is ``exact`` and they are the same in
-    all; or one block that has room for those of any. What ``keeps`` some of it needs no room, but the bytes."""
+    all; or one block that has room for those of any, and for ``begun`` bytes of the first. What ``keeps`` some of it
+    needs no room, but the bytes."""
     first = runs[0]
     if exact and not keeps and all(r.shape == first.shape for r in runs) and not first.kept:
         workspace, rows, _ = workspace_of(first.events, {}, 0)
@@ -259,6 +270,7 @@ def rows_of_update(runs: Sequence[UpdateRun], *, exact: bool, keeps: bool) -> tu
         most = max(r.peak for r in runs)
     else:
         most = max([r.extent for r in runs if not r.kept] or [r.extent for r in runs])
+    most = max(most, begun)
     return most, ((most, -1, 0, 1),) if most else ()
 
 

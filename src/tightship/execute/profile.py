@@ -366,8 +366,8 @@ class _Profiler:
     def update(self, updater: Updater, bench: Bench) -> Measurement:
         """An update is run on copies, several times: what it asks for may depend on gradients and steps."""
         elements = sum(m.param.numel() for m in updater.members)
-        runs = rehearsed(updater.rehearsal(), bench, exact=updater.exact, elements=elements)
-        workspace, rows = rows_of_update(runs, exact=updater.exact, keeps=updater.keeps)
+        runs, begun = rehearsed(updater.rehearsal(), bench, exact=updater.exact, elements=elements)
+        workspace, rows = rows_of_update(runs, begun, exact=updater.exact, keeps=updater.keeps)
         return Measurement(min(r.seconds for r in runs), workspace, rows)
 
     @contextmanager
@@ -485,6 +485,7 @@ def _update_key(updater: Updater) -> tuple[Any, ...]:
     ]
     own = () if updater.exact else traits(updater.optimizer)
     own += tuple(f"{m.rows} rows" for m in updater.members if m.rows)
+    own += () if updater.exact or updater.materialized else ("begins",)  # which may take more than later ones
     return (
         "rehearsed",
         cls.__module__,

@@ -140,7 +140,8 @@ class Rehearsal:
     """An update on copies of parameters and state, run as often as one likes; changes nothing real.
 
     ``fill`` before each ``run`` says what the gradients are; a call does both, with gradients of zeros. ``alone``: as
-    for `copied`. ``rows``: by a parameter's id, those of the terms of its gradient, if that is sparse.
+    for `copied`. ``rows``: by a parameter's id, those of the terms of its gradient, if that is sparse. ``begins``: the
+    first run makes state.
     """
 
     def __init__(
@@ -150,7 +151,9 @@ class Rehearsal:
         *,
         alone: bool,
         rows: Mapping[int, Sequence[Rows]],
+        begins: bool,
     ) -> None:
+        self.begins = begins
         others = {id(p): torch.nn.Parameter(p.detach().clone(), p.requires_grad) for p in params}
         self._made = copied(optimizer, others, alone=alone)
         self._step = compat.plain_step(type(optimizer))

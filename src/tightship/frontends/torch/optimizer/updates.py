@@ -164,16 +164,11 @@ class Updater:
         return sum(aligned(t.numel() * t.itemsize) for t in (*kept, *self.held.values()))
 
     def rehearsal(self) -> Rehearsal:
-        """The same update on copies of parameters and state, for measuring.
-
-        State that does not exist yet is created by a first update here.
-        """
+        """The same update on copies of parameters and state, for measuring: the first of its runs ``begins`` where
+        some of the state does not exist yet."""
         rows = {id(m.param): m.rows for m in self.members if m.rows}
-        made = Rehearsal(self.optimizer, [m.param for m in self.members], alone=self._is_alone, rows=rows)
-        if not self.materialized:
-            with random_untouched():
-                made()
-        return made
+        params = [m.param for m in self.members]
+        return Rehearsal(self.optimizer, params, alone=self._is_alone, rows=rows, begins=not self.materialized)
 
     def settle(self) -> None:
         """What this update has made is kept, where the plan wants to use that memory again: moves it."""
