@@ -106,6 +106,21 @@ class Begins(Own):
         return p.grad / (1 + state["scale"])
 
 
+class Every(Own):
+    """Needs more every so many steps, which it counts from 0 or from 1, for itself or for each parameter."""
+
+    def __init__(self, params, lr=0.05, every=33, first=0, own=False):
+        super().__init__(params, lr)
+        self.every, self.first, self.own = every, first, own
+
+    def direction(self, p, state):
+        state["step"] = state.get("step", self.first - 1) + 1
+        counted = self.steps - 1 + self.first if self.own else state["step"]
+        if counted % self.every:
+            return p.grad
+        return p.grad * (p.flatten()[:, None] * p.flatten()[None, :]).cos().abs().sum().rsqrt()
+
+
 class VeryLate(Late):
     every = 17
 
@@ -298,6 +313,12 @@ def test_a_first_update_that_needs_more_than_later_ones_is_within_the_budget(tmp
     second = check(begun, tmp_path, steps=3, budget="100%")
     most = max(p.numel() for p in net().parameters())
     assert first.step.measure()["planned_peak"] > most**2 * 4 > second.step.measure()["planned_peak"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("own", [False, True])
+def test_an_update_that_needs_more_every_so_many_steps_is_within_the_budget(first, own, tmp_path):
+    check(of(Every, first=first, own=own), tmp_path, steps=36, budget="100%")
 
 
 def test_state_that_comes_later_than_was_tried_lies_outside_the_arena(tmp_path):

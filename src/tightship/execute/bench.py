@@ -218,7 +218,6 @@ def rehearsed(
     """Runs of an update with other gradients and after other numbers of steps; ``exact``: of a known class. And the
     bytes of the run that makes the state, if there is none yet, beside those of the state."""
     scales: Sequence[float] = _SCALES if exact else _MORE_SCALES
-    ahead = _AHEAD if exact else _MORE_AHEAD
     if elements > _MANY:
         scales = scales[:6]
     seconds: list[float] = []
@@ -239,7 +238,7 @@ def rehearsed(
             run(scale)
             rehearsal.count()
         try:
-            for steps in ahead:
+            for steps in _AHEAD if exact else (*(n - 1 for n in rehearsal.intervals()), *_MORE_AHEAD):
                 if rehearsal.skip(steps):
                     run(1.0)
                     if not exact:

@@ -487,7 +487,7 @@ def _update_key(updater: Updater) -> tuple[Any, ...]:
     own += tuple(f"{m.rows} rows" for m in updater.members if m.rows)
     own += () if updater.exact or updater.materialized else ("begins",)  # which may take more than later ones
     return (
-        "rehearsed",
+        "rehearsed, at intervals",
         cls.__module__,
         cls.__qualname__,
         updater.keeps,

@@ -136,6 +136,10 @@ def _with_ids(tree: Any, ids: Mapping[int, int]) -> Any:
     return tree
 
 
+_MOST_STEPS = 10**6
+_MOST_INTERVALS = 8
+
+
 class Rehearsal:
     """An update on copies of parameters and state, run as often as one likes; changes nothing real.
 
@@ -194,6 +198,13 @@ class Rehearsal:
         now = numbers_of(self._made, self._parameters)
         self._counters = [n for n, x in now.items() if self._before.get(n) == x - 1]
         self._before = now
+
+    def intervals(self) -> tuple[int, ...]:
+        """Whole numbers among the settings that may be numbers of steps, the least first: what some optimizers do
+        every so many steps, or after so many, needs more than other steps do."""
+        counted = set(self._counters)
+        numbers = {int(x) for n, x in self._before.items() if n not in counted and x.is_integer()}
+        return tuple(sorted(n for n in numbers if 2 <= n <= _MOST_STEPS)[:_MOST_INTERVALS])
 
     def skip(self, steps: int) -> bool:
         """As if so many steps had been done; False if nothing counts them."""
