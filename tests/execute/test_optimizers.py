@@ -106,6 +106,16 @@ class Begins(Own):
         return p.grad / (1 + state["scale"])
 
 
+class Becomes(Own):
+    """A number of Python's in its state, and one in its group, become tensors."""
+
+    def direction(self, p, state):
+        (group,) = self.param_groups
+        group["most"] = max(group.get("most", 1e-6), p.grad.abs().max())
+        state["mean"] = state.get("mean", 0.0) * 0.9 + p.grad.mean()
+        return p.grad / (group["most"] + state["mean"].abs())
+
+
 class Every(Own):
     """Needs more every so many steps, which it counts from 0 or from 1, for itself or for each parameter."""
 
@@ -268,6 +278,7 @@ def of(cls, **settings):
         ReplacesSometimes,
         Takes,
         Lists,
+        Becomes,
         Late,
         Around,
         UnderAName,

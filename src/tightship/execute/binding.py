@@ -187,7 +187,7 @@ class Binding(NotCopied):
             params = [parameters_of(o) for o in each(self._optimizer)] if self._holds else []
             for n, optimizer, parameter, key, which in self._states:
                 if parameter is None:
-                    tensors[n] = key.find(vars(optimizer), params[which])
+                    tensors[n] = state_at(vars(optimizer), key, params[which])
                 elif parameter in optimizer.state:
                     tensors[n] = state_at(optimizer.state[parameter], key)
         return tensors

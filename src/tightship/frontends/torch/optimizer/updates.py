@@ -67,12 +67,14 @@ class Member:
     def materialized(self, optimizer: Any) -> bool:
         """Whether all of the state exists (optimizers create it at their first step)."""
         state = optimizer.state.get(self.param, {})
-        return all(isinstance(state_at(state, k), torch.Tensor) for k in self.state_keys)
+        return all(state_at(state, k) is not None for k in self.state_keys)
 
 
-def state_at(state: Any, key: Any) -> Any:
-    """What stands in a parameter's state under a key, or at a path inside of it; None if nothing does."""
-    return key.find(state) if isinstance(key, Path) else state.get(key)
+def state_at(state: Any, key: Any, params: Sequence[torch.Tensor] = ()) -> torch.Tensor | None:
+    """The tensor in a parameter's state under a key, or at a path inside of it or of an optimizer's attributes; None
+    if there is none: some begin as a number of Python's."""
+    found = key.find(state, params) if isinstance(key, Path) else state.get(key)
+    return found if isinstance(found, torch.Tensor) else None
 
 
 Run = Callable[[list[torch.Tensor]], None]
@@ -155,7 +157,7 @@ class Updater:
         if not self.held:
             return True
         params = parameters_of(self.optimizer)
-        return all(isinstance(k.find(vars(self.optimizer), params), torch.Tensor) for k in self.held)
+        return all(state_at(vars(self.optimizer), k, params) is not None for k in self.held)
 
     @property
     def state_bytes(self) -> int:
@@ -168,7 +170,9 @@ class Updater:
         some of the state does not exist yet."""
         rows = {id(m.param): m.rows for m in self.members if m.rows}
         params = [m.param for m in self.members]
-        return Rehearsal(self.optimizer, params, alone=self._is_alone, rows=rows, begins=not self.materialized)
+        return Rehearsal(
+            self.optimizer, params, alone=self._is_alone, rows=rows, begins=not self.materialized
+        )
 
     def settle(self) -> None:
         """What this update has made is kept, where the plan wants to use that memory again: moves it."""
