@@ -144,8 +144,8 @@ class Rehearsal:
     """An update on copies of parameters and state, run as often as one likes; changes nothing real.
 
     ``fill`` before each ``run`` says what the gradients are; a call does both, with gradients of zeros. ``alone``: as
-    for `copied`. ``rows``: by a parameter's id, those of the terms of its gradient, if that is sparse. ``begins``: the
-    first run makes state.
+    for `copied`. ``rows``: by a parameter's id, those of the terms of its gradient, if that is sparse.
+    ``begins``: the first run makes state.
     """
 
     def __init__(

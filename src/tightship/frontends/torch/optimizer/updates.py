@@ -28,7 +28,6 @@ from tightship.frontends.torch.optimizer.copy import (
     bare,
     moved_out,
     parameters_of,
-    random_untouched,
     sparse_gradient,
     stepped,
 )
