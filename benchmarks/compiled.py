@@ -7,12 +7,13 @@ A row for each model and way: the peak that was planned and the one that was mea
 with parameters, batch and gradients), the time of a step over stock Inductor's, and of the first step over stock
 Inductor's first step. Ways: eager; Inductor at several ``activation_memory_budget`` values; Inductor with a
 checkpoint around each block; tightship exact; tightship compiled without a budget and at each of ``--budgets``, of
-stock Inductor's peak. Each way runs beside stock Inductor in this process; steps are timed in turns. Models are made
-from configurations, with random weights. With ``--results`` each row is written to the file once it is there, and
-those that are in it are not run again. With ``--bytes`` nothing is timed: ten models at five budgets, each row in a
-process of its own, and the peers' peaks as replayed from what Inductor lowers at each value. A budget called
-``least`` is the least peak that is found, which takes many candidates. Kernels come from Inductor's cache of C++
-where it has them: empty ``TORCHINDUCTOR_CACHE_DIR`` for cold compile times.
+stock Inductor's peak. Each way runs beside stock Inductor in this process; steps are timed in turns. Models are
+made from configurations, with random weights. With ``--results`` each row is written to the file once it is there,
+and those that are in it are not run again. A budget called ``peers`` stands for the peak of each way beside
+tightship's compiled mode that no other beats in both bytes and time. With ``--bytes`` nothing is timed: ten models
+at five budgets, each row in a process of its own, and the peers' peaks as replayed from what Inductor lowers at
+each value. A budget called ``least`` is the least peak that is found, which takes many candidates. Kernels come
+from Inductor's cache of C++ where it has them: empty ``TORCHINDUCTOR_CACHE_DIR`` for cold compile times.
 """
 
 from __future__ import annotations
@@ -133,9 +134,9 @@ def prepared(name: str, label: str, make: Make) -> Way:
     return way
 
 
-def row_of(name: str, way: Way, base: Way, rounds: int) -> dict[str, Any]:
-    """The row of a way, timed in turns with stock Inductor's."""
-    row: dict[str, Any] = {"model": name, "way": way.name, "budget": way.budget}
+def row_of(name: str, way: Way, base: Way, rounds: int, peer: str | None = None) -> dict[str, Any]:
+    """The row of a way, timed in turns with stock Inductor's; ``peer`` is whose peak is the budget."""
+    row: dict[str, Any] = {"model": name, "way": way.name, "budget": way.budget, "peer": peer}
     row |= dict.fromkeys(("planned_peak", "measured_peak", "time_ratio", "compile_ratio"))
     row |= {"note": way.note, "least": way.least, "load": round(os.getloadavg()[0], 1)}
     if way.note:
@@ -158,19 +159,45 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The rows of one model: those that are ``known``, and all others, each given to ``keep`` once it is there."""
     had = {r["way"]: r for r in known if r["model"] == name}
-    wanted = [REFERENCE, *(label for label, _ in ways(0, budgets))]
-    if all(label in had for label in wanted):
+    wanted = [REFERENCE, *(label for label, _ in ways(0, [b for b in budgets if b != PEERS]))]
+    if PEERS not in budgets and all(label in had for label in wanted):
         return [had[label] for label in wanted]
     base = prepared(name, REFERENCE, lambda model: stock(model, 1.0))
     assert not base.note, base.note
     if REFERENCE not in had:
         had[REFERENCE] = row_of(name, base, base, rounds)
         keep(had[REFERENCE])
-    for label, make in ways(base.peak, budgets):
+    for label, make in ways(base.peak, [b for b in budgets if b != PEERS]):
         if label not in had:
             had[label] = row_of(name, prepared(name, label, make), base, rounds)
             keep(had[label])
-    return [had[label] for label in wanted]
+    at_peers = []
+    if PEERS in budgets:
+        for peer in contested([had[label] for label in wanted]):
+            label = f"tightship compiled, as {peer['way']}"
+            at_peers.append(label)
+            if label not in had:
+                make = ours(mode="compiled", budget=peer["measured_peak"])
+                had[label] = row_of(name, prepared(name, label, make), base, rounds, peer["way"])
+                keep(had[label])
+    return [had[label] for label in (*wanted, *at_peers)]
+
+
+PEERS = "peers"
+
+
+def contested(peers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of peers that no other beats in both bytes and time, the most bytes first: who is no slower within
+    the bytes of each of these is so within those of all."""
+    ran = sorted(
+        (r for r in peers if not r["note"] and not r["way"].startswith("tightship compiled")),
+        key=lambda r: (r["measured_peak"], r["time_ratio"]),
+    )
+    found: list[dict[str, Any]] = []
+    for row in ran:
+        if not found or row["time_ratio"] < found[-1]["time_ratio"]:
+            found.append(row)
+    return found[::-1]
 
 
 # --- bytes alone ---
