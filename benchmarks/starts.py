@@ -53,7 +53,9 @@ def rows_of(name: str, budget: str, times: int) -> list[dict[str, Any]]:
         found: dict[str, list[float]] = {STOCK: [], OURS: []}
         for _ in range(1 + times):
             for way, seconds in found.items():
-                seconds.append(_in_a_process(name, budget if way == OURS else "", Path(folder) / way))
+                seconds.append(
+                    _in_a_process(name, budget if way == OURS else "", Path(folder) / way.replace(" ", "-"))
+                )
     rows = []
     for way, (cold, *warm) in found.items():
         row = {"model": name, "way": way, "budget": budget if way == OURS else None}
