@@ -214,6 +214,40 @@ def test_where_nothing_fits_the_least_plan_is_rearranged(monkeypatch: pytest.Mon
         plan(graph.with_ops(graph.ops), budget, o)  # nothing was reached for it
 
 
+def fresh(graph: Graph, budget: int, o: Options) -> int:
+    """The peak of a plan by a search that knows nothing of others; negative where it is the least of a refusal."""
+    try:
+        return plan(graph.with_ops(graph.ops), budget, o).peak
+    except Infeasible as no:
+        return -no.best_peak
+
+
+def test_a_plan_that_others_beat_may_come_down_further_than_they(monkeypatch: pytest.MonkeyPatch) -> None:
+    o, lower = replace(QUICK, place=False, work=20_000), 0
+    rows = [(g, int(lower_bound(g))) for g in (random_graph(seed, 24, updates=0.1) for seed in range(27, 37))]
+    found = [abs(fresh(graph, least, o)) for graph, least in rows]
+    monkeypatch.setattr(search, "_LOWERED", 1)
+    for (graph, least), peak in zip(rows, found, strict=True):
+        alone = abs(fresh(graph, least, o))
+        assert alone >= peak
+        lower += alone > peak
+    assert lower >= 2
+
+
+def test_a_budget_is_met_that_a_search_for_less_has_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search comes down to depends on its target: one for less is made before a budget is refused."""
+    o, refused = replace(QUICK, place=False, work=20_000), 0
+    for seed in range(24, 34):
+        graph = random_graph(seed, 24, updates=0.1)
+        least = abs(fresh(graph, int(lower_bound(graph)), o))
+        for budget in (least, least * 101 // 100, least * 102 // 100):
+            assert 0 < fresh(graph, budget, o) <= budget
+            with monkeypatch.context() as alone:
+                alone.setattr(search.Search, "_aim_lower", lambda *args: None)
+                refused += fresh(graph, budget, o) < 0
+    assert refused
+
+
 def wide_gradients(layers: int = 8, wide: int = 1024) -> Graph:
     """A chain whose backward ops each make a large result that stays and what the next one reads, as convolutions do;
     the last one reads much."""

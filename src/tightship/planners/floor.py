@@ -136,18 +136,22 @@ def seed(problem: EvictionProblem, plan: Plan) -> None:
 
 
 def reordered(
-    problem: EvictionProblem, graph: Graph, steps: Sequence[Step], deadline: Deadline
+    problem: EvictionProblem, graph: Graph, steps: Sequence[Step], deadline: Deadline, *, at_least: bool = False
 ) -> EvictionProblem | None:
     """The problem in the order of first runs in which ``steps`` of the graph (with its random ops), their
     recomputations as they are, need less memory than in theirs; its archive has what they do with every gap. None
-    where cuts find no such order."""
+    where cuts find no such order; with ``at_least`` it is theirs then."""
     runs = runs_of(graph, steps)
     if runs is None:
         return None
     given = range(len(runs.ops))
     found = cuts.Search(runs.moments, _CUT_WORK, deadline).lower(given)
     order = runs.order(found.order)
-    if found.peak >= int(runs.moments.during(given).max()) or not is_legal(graph, order):
+    if found.peak >= int(runs.moments.during(given).max()):
+        if not at_least:
+            return None
+        order = runs.order(given)
+    if not is_legal(graph, order):
         return None
     other = problem.in_order(order)
     gone = other.nothing()

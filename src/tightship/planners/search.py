@@ -83,8 +83,12 @@ _IN_TURNS = {"keep", "recompute"}
 """What hints may say of storages where results are made in two turns."""
 
 
-_AGAIN = 4
-"""How often the runs of what was found are put into another order."""
+_AGAIN, _LOWERED = 4, 10
+"""How often the runs of what was found are put into another order; of how many of the least plans they are."""
+
+
+_CLOSE_BY = 1.05
+"""How many times the budget what was found may need for another search, for less."""
 
 
 _PARTS = 64
@@ -164,12 +168,16 @@ class Search:
     """By which part of the least time a plan may be above it that is good enough."""
     best: run.Evicted | None = None
     last: run.Evicted | None = None
+    seen: list[floor.Placed] = field(default_factory=list)
+    """What searches ended with, whether something beats it or not."""
     only_places: bool = False
     interrupted: bool = False
     in_parts: bool = False
     """Whether parts of ops were looked at."""
     whole: bool = True
     """Whether it is not a turn of another one."""
+    aims: bool = True
+    """Whether it may search for less where nothing fits."""
     least_look: int | None = None
     """The least peak of the first looks at orders, while nothing fits."""
     in_orders: bool = True
@@ -240,7 +248,9 @@ class Search:
         if budget is None or self.reached.within(budget) is None or not self.in_parts:
             made = self._searched(self.problem, progress, clock)
         if budget is not None:
+            first = self.problem
             self._other_orders(progress, clock)
+            self._aim_lower(first, progress, clock)
             made = self.reached.within(budget)
         if made is None and self.interrupted:
             raise KeyboardInterrupt
@@ -315,7 +325,7 @@ class Search:
             if self.reached.within(self.budget) is None:
                 self._named_orders(tried, progress, clock)
         self._in_turns(clock)
-        self._rearranged(clock)
+        self._rearranged(progress, clock)
         self._faster_in_turns(clock)
 
     def _named_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
@@ -406,9 +416,7 @@ class Search:
         that take the least time for the bytes they save, the fastest by what a first look says of the rest."""
         assert self.budget is not None
         best = self.reached.within(self.budget)
-        if best is None or not self._divides() or self._ends(clock):
-            return
-        if best.found.timeline.time <= self.time_bound + _FAR_OFF * self.before.time:
+        if best is None or not self._divides() or self._ends(clock) or not self._far_off(best):
             return
         relaxed = self._relaxed
         rows = splits(self.graph, relaxed, self.before, clock.search)
@@ -481,18 +489,52 @@ class Search:
             if needs > self.budget >= enough:
                 self._take_faster(pair, clock, needs - self.budget)
 
-    def _rearranged(self, clock: Clock) -> None:
-        """Where nothing fits, put the runs of the least plan, recomputations too, into an order that takes less, and
-        recompute more of what lies idle at its peaks."""
-        assert self.budget is not None
-        if self._ends(clock) or self.reached.within(self.budget) is not None or len(self.graph.ops) > _LARGE:
-            return
-        least, deadline = self.reached.plans[0].found, clock.search.part(PREPARED)
-        steps = floor.rearranged(self.graph, least.steps, deadline)
-        line = least.timeline if steps is None else replay(self.graph, steps)
+    def _rearranged(self, progress: Progress | None, clock: Clock) -> None:
+        """Where nothing fits, or only what is far above the least time, lower the plans that need a little more than
+        there is, and search in the order of the one that comes of it, as long as that gains something."""
+        done = set[tuple[int, float]]()
+        for _ in range(_AGAIN):
+            best, least = self.reached.within(self._bytes), self.reached.plans[0]
+            if len(self.graph.ops) > _LARGE or not self._far_off(best):
+                return
+            for key, made in self._to_lower():
+                if self._ends(clock):
+                    return
+                if key not in done:
+                    done.add(key)
+                    self._lowered(made.found, clock)
+            now = self.reached.within(self._bytes)
+            start = now or self.reached.plans[0]
+            if start is (best or least):
+                return
+            self._search_from(start.found, progress, clock)
+
+    def _to_lower(self) -> list[tuple[tuple[int, float], floor.Placed]]:
+        """Plans that need more than there is, by what they need and take, the least first: a worse one may come down
+        further."""
+        rows = {(x.needs, x.found.timeline.time): x for x in (*self.seen, *self.reached.plans)}
+        return [(key, rows[key]) for key in sorted(rows) if key[0] > self._bytes][:_LOWERED]
+
+    def _far_off(self, best: floor.Placed | None) -> bool:
+        """Whether nothing fits, or what does is so far above the least time that dearer searches are worth it."""
+        return best is None or best.found.timeline.time > self.time_bound + _FAR_OFF * self.before.time
+
+    def _search_from(self, found: run.Evicted, progress: Progress | None, clock: Clock) -> None:
+        """Search in the order of a plan, from what it does."""
+        part = clock.search.part(PREPARED)
+        problem = floor.reordered(self.problem, self.graph, found.steps, part, at_least=True)
+        if problem is not None and _obeys(problem) and not self._ends(clock):
+            self._searched(problem, progress, clock)
+
+    def _lowered(self, found: run.Evicted, clock: Clock) -> None:
+        """Put the runs of a plan, recomputations too, into an order that takes less, and recompute more of what lies
+        idle at its peaks."""
+        deadline = clock.search.part(PREPARED)
+        steps = floor.rearranged(self.graph, found.steps, deadline)
+        line = found.timeline if steps is None else replay(self.graph, steps)
         if "recompute" in self.problem.means:
             line = shaved(self.graph, line, deadline, self._once)
-        if line is not least.timeline:
+        if line is not found.timeline:
             self._offer(line, clock)
 
     def _offer(self, line: Timeline, clock: Clock) -> floor.Placed:
@@ -644,6 +686,23 @@ class Search:
             known[count] = replace(problem, graph=graph, order=order, chained=chained, stands=stands)
         return known[count]
 
+    def _aim_lower(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> None:
+        """Where what was found needs a little more than there is, search once for as much less: what a search comes
+        down to depends on its target by chance."""
+        least, budget = self.reached.plans[0].needs, self._bytes
+        lower = self.bound
+        close = lower < budget < least <= budget * _CLOSE_BY
+        if not (self.aims and self.whole and close) or self._ends(clock):
+            return
+        options = replace(self.options, work=self.options.work // 2)
+        again = {"budget": lower, "problem": replace(problem), "options": options, "in_parts": False}
+        other = replace(self, **again, best=None, last=None, least_look=None, in_orders=True, aims=False)
+        with suppress(Infeasible, KeyboardInterrupt):
+            other.fit(progress, clock)
+        self.interrupted |= other.interrupted
+        if (found := self.reached.within(budget)) is not None:
+            self._search_from(found.found, progress, clock)
+
     def _near(self) -> bool:
         """Whether there is a plan, and above the least time by no more than ``_FAR`` as a part of it, or than is good
         enough."""
@@ -773,6 +832,7 @@ class Search:
             raise KeyboardInterrupt
         made = self.placement.lay(found, clock.deadline.part(_PLACES), self.budget)
         self.reached.offer(made)
+        self.seen.append(made)
         return made
 
     def _evict(
