@@ -22,6 +22,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, run
+from tightship.planners.clock import PREPARED, Clock
 from tightship.planners.default_options import (
     EXACT,
     ROUNDING,
@@ -38,7 +39,7 @@ from tightship.planners.default_options import (
     without_split,
 )
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
-from tightship.planners.search import PREPARED, Clock, Search, displaced, top_of_peak
+from tightship.planners.search import Search, displaced, top_of_peak
 from tightship.simulate import replay, unplanned
 from tightship.units import Budget, resolve_budget
 

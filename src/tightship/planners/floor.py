@@ -136,7 +136,12 @@ def seed(problem: EvictionProblem, plan: Plan) -> None:
 
 
 def reordered(
-    problem: EvictionProblem, graph: Graph, steps: Sequence[Step], deadline: Deadline, *, at_least: bool = False
+    problem: EvictionProblem,
+    graph: Graph,
+    steps: Sequence[Step],
+    deadline: Deadline,
+    *,
+    at_least: bool = False,
 ) -> EvictionProblem | None:
     """The problem in the order of first runs in which ``steps`` of the graph (with its random ops), their
     recomputations as they are, need less memory than in theirs; its archive has what they do with every gap. None

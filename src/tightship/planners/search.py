@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from itertools import islice, pairwise
+from functools import partial
+from itertools import pairwise
 
-from tightship.analysis.bounds import Relaxation, lower_bound, relaxation
+from tightship.analysis.bounds import lower_bound
 from tightship.analysis.linked_moments import linked_bound
 from tightship.analysis.order import is_legal
 from tightship.diagnose.advice import advice
@@ -19,28 +20,28 @@ from tightship.options import NEVER, Deadline
 from tightship.plan import Plan, Step
 from tightship.planners import floor, planner, run
 from tightship.planners.ahead import begun_ahead, largest_gather, runs_beside
+from tightship.planners.clock import PREPARED, Clock
 from tightship.planners.default_options import (
-    REDRAW,
     Options,
     allowed,
     least_time,
     means_of,
     order_of,
-    problem_of,
     ways_of,
 )
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import divided, divisible
 from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
+from tightship.planners.in_turns import InTurns
 from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
 from tightship.planners.shave import shaved
-from tightship.planners.turns import Storages, Turn, joined, splits, turns, ways
+from tightship.planners.turns import Storages
 from tightship.simulate import Timeline, replay, unplanned
 from tightship.verify import check
 
-__all__ = ["PREPARED", "Clock", "Search", "displaced", "top_of_peak"]
+__all__ = ["Search", "displaced", "top_of_peak"]
 
 
 _TIGHTEN, _SHORT = 8, 15
@@ -68,19 +69,8 @@ _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
 
 
-_WAYS, _TURNS, _PART = 16, 3, 4
-"""How many ways to make results in two turns get a short search for the second turn, how many of them one for both,
-and by what the work for each turn is divided."""
-
-
-_FAR_OFF, _PROBES, _NARROWED, _FASTEST, _FITTED = 0.03, 5, 2, 2, 3
-"""Where the fastest plan is above the least time by more than this part of it, two turns may be faster: how many of
-the ways to divide a step are looked at first, how often the two beside the best one so far are, too, how many get a
-search, and how often that is for less bytes as their places take more."""
-
-
-_IN_TURNS = {"keep", "recompute"}
-"""What hints may say of storages where results are made in two turns."""
+_FAR_OFF = 0.03
+"""By which part of the least time what fits is above it where dearer searches are worth it."""
 
 
 _AGAIN, _LOWERED = 4, 10
@@ -98,14 +88,6 @@ _PARTS = 64
 _LOOK, _LONG_LOOK, _NEARLY = 2_000_000, 8_000_000, 1.002
 """Ops simulated for a first look at something else, the same where nothing fits, and over what time is needed already
 it is left at that."""
-
-
-_REST = 20.0
-"""What follows the search, over what it takes to replay a graph once."""
-
-
-PREPARED = 0.25
-"""The part of the time before the search's end that the order may take, and of what is left then the bounds."""
 
 
 _EXACT_PLANNER = "exact"
@@ -128,29 +110,8 @@ _LESS = 3
 """By what the work of such a search is divided."""
 
 
-_ANY = 1e9
-"""How many times the least time a plan may take where only its bytes matter."""
-
-
 _SHORTLY = 1.0
 """Seconds at least for the places of everything with gathers begun ahead."""
-
-
-class Clock:
-    """When a plan was asked for, and when the search for it has to end so that the rest is done in time: the steps
-    of the best decision, their offsets, and two verifications."""
-
-    def __init__(self, seconds: float) -> None:
-        self.began = time.perf_counter()
-        self.deadline = self.search = Deadline(self.began + seconds)
-
-    def replayed(self, line: Timeline) -> None:
-        """What follows the search takes so many times as long as a replay of the graph; a part of what is left is for
-        the search in any case."""
-        began = time.perf_counter()
-        replay(line.graph, line.steps)
-        took = time.perf_counter() - began
-        self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(PREPARED).at))
 
 
 @dataclass
@@ -210,7 +171,7 @@ class Search:
 
     def prove_more(self, line: Timeline, clock: Clock) -> None:
         """A bound from more moments together, where the plan is far above the one that the search began with."""
-        if line.time <= self.time_bound + _FAR * self.before.time or self._ends(clock):
+        if line.time <= self.time_bound + _FAR * self.before.time or self.ends(clock):
             return
         if self.budget is not None and self.time_bound:
             args = (self.graph, self.budget, line, self.time_bound)
@@ -315,7 +276,7 @@ class Search:
             self._own_orders(tried, progress, clock)
         self._named_orders(tried, progress, clock)
         self._own_orders(tried, progress, clock)
-        if self.reached.within(self.budget) is None and self.problem.deep and not self._ends(clock):
+        if self.reached.within(self.budget) is None and self.problem.deep and not self.ends(clock):
             self.problem = self.problem.briefer
             self._lower_look(self.problem, progress, clock)
             self._search_in(self.problem, progress, clock)
@@ -324,13 +285,14 @@ class Search:
                 self._own_orders(tried, progress, clock)
             if self.reached.within(self.budget) is None:
                 self._named_orders(tried, progress, clock)
-        self._in_turns(clock)
+        in_turns = InTurns(self, clock, partial(Search, whole=False))
+        in_turns.lower()
         self._rearranged(progress, clock)
-        self._faster_in_turns(clock)
+        in_turns.faster()
 
     def _named_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
         for name in _ORDERS:
-            if self._near() or self._ends(clock):
+            if self._near() or self.ends(clock):
                 return
             given = tuple(range(len(self.graph.ops)))
             order = given if name == "given" else run.order(name, self.graph, clock.search)
@@ -343,7 +305,7 @@ class Search:
         """Search in an order, while nothing fits only where a first look promises fewer bytes; whether to go on with
         the next one. Looks say little of brief recomputation: there it is as long as orders lower the peak, and for a
         turn where one did for the whole."""
-        if self.reached.within(self._bytes) is not None:
+        if self.reached.within(self.bytes) is not None:
             self._search_in(problem, progress, clock)
             return True
         if not problem.brief:
@@ -358,152 +320,35 @@ class Search:
         self.in_orders = self.lowered
         return self.reached.plans[0].found.timeline.peak < least
 
-    def _ends(self, clock: Clock) -> bool:
+    def ends(self, clock: Clock) -> bool:
         return self.interrupted or clock.search.over
 
-    def _in_turns(self, clock: Clock) -> None:
-        """Where nothing fits, make some results late, in a turn of their own: first those that promise the least peak
-        by what was seen of the ones before."""
-        assert self.budget is not None
-        if self.reached.within(self.budget) is not None or not self._divides():
-            return
-        start = self.reached.plans[0].found.timeline
-        found = ways(self.graph, self._relaxed, start, clock.search, self._leave)
-        looked: list[tuple[int, int, int, tuple[Turn, Turn]]] = []
-        for first, pair in islice(found, _WAYS):
-            peak = max(first, self._peak_of(pair[1], clock, first))
-            looked.append((peak, first, len(looked), pair))
-            if self._ends(clock):
-                return
-        for peak, *_, pair in sorted(looked)[:_TURNS]:
-            fits = self.reached.within(self.budget) is not None
-            if fits or peak >= self.reached.plans[0].found.timeline.peak or self._ends(clock):
-                return
-            self._take_turns(pair, clock)
-
     @property
-    def _bytes(self) -> int:
+    def bytes(self) -> int:
         """The budget, where there is one."""
         assert self.budget is not None
         return self.budget
 
-    def _divides(self) -> bool:
-        """Whether two turns are worth a look."""
-        hinted = {way for hint in self.problem.only.values() for way in hint}
-        only = set(self.problem.means) == {"recompute"} and REDRAW not in means_of(self.options)
-        return self.whole and only and hinted <= _IN_TURNS and len(self.graph.ops) <= _LARGE
-
     @property
-    def _once(self) -> Storages:
+    def once(self) -> Storages:
         """What hints forbid to make again."""
         return frozenset(s for s, hint in self.problem.only.items() if "recompute" not in hint)
-
-    @property
-    def _leave(self) -> Storages:
-        """What hints say has to be made again."""
-        return frozenset(s for s, hint in self.problem.only.items() if hint == ("recompute",))
-
-    @property
-    def _relaxed(self) -> Relaxation:
-        """What bounds know of the graph, and of the hints."""
-        in_place, kept = self.problem.in_place, self._once
-        if kept:
-            return Relaxation(self.graph, redraw=False, in_place=in_place, kept=kept)
-        return relaxation(self.graph, None, redraw=False, in_place=in_place)
-
-    def _faster_in_turns(self, clock: Clock) -> None:
-        """Where what fits is far above the least time, make some results late, in a turn of their own: of the ways
-        that take the least time for the bytes they save, the fastest by what a first look says of the rest."""
-        assert self.budget is not None
-        best = self.reached.within(self.budget)
-        if best is None or not self._divides() or self._ends(clock) or not self._far_off(best):
-            return
-        relaxed = self._relaxed
-        rows = splits(self.graph, relaxed, self.before, clock.search)
-        spare = best.found.timeline.time - self.before.time
-        rows = [row for row in rows if row.again < spare and not row.carried & self._leave]
-        looked: dict[int, tuple[float, tuple[Turn, Turn] | None]] = {}
-
-        def look(at: Iterable[int]) -> None:
-            for k in at:
-                if k not in looked and not self._ends(clock):
-                    pair = turns(self.graph, rows[k].late, relaxed.again, rows[k].carried, self._leave)
-                    least = min((extra for extra, _ in looked.values()), default=spare)
-                    looked[k] = self._promised(pair, least, clock), pair
-
-        look(len(rows) * i // _PROBES for i in range(_PROBES) if rows)
-        for _ in range(_NARROWED):
-            at, known = min(looked, key=lambda k: (looked[k][0], -k), default=0), sorted(looked)
-            near = [k for k in known if k < at][-1:], [k for k in known if k > at][:1] or [len(rows)]
-            look((at + k) // 2 for side in near for k in side if rows)
-        for extra, k in sorted((extra, k) for k, (extra, _) in looked.items())[:_FASTEST]:
-            pair = looked[k][1]
-            if pair is not None and extra < spare and not self._ends(clock):
-                self._take_faster(pair, clock)
-
-    def _promised(self, pair: tuple[Turn, Turn] | None, least: float, clock: Clock) -> float:
-        """Seconds beyond each op once that a first look finds for two turns; endless where that is not less than
-        ``least``."""
-        if pair is None:
-            return math.inf
-        extra = float(self.graph.columns.time[sorted(set(pair[0].ops).intersection(pair[1].ops))].sum())
-        for turn in reversed(pair):
-            extra += self._glance(turn, clock) if extra < least else math.inf
-        return extra
-
-    def _take_faster(self, pair: tuple[Turn, Turn], clock: Clock, short: int = 0) -> None:
-        """Offer the fastest plan of two turns that has places within the budget; ``short``: by what its peak has to
-        be less."""
-        assert self.budget is not None
-        for _ in range(_FITTED):
-            found = list[run.Evicted]()
-            for turn in reversed(pair):
-                made = self._turn(turn, clock, self.options.work // _PART, short)
-                if made is None:
-                    return
-                found.insert(0, made)
-                if found[0].timeline.peak + turn.beside > self.budget - short or self._ends(clock):
-                    return
-            steps = joined(self.graph, pair, [x.steps for x in found])
-            needs = self._offer(replay(self.graph, steps), clock).needs
-            if needs <= self.budget:
-                return
-            short += needs - self.budget
-
-    def _take_turns(self, pair: tuple[Turn, Turn], clock: Clock) -> None:
-        """Offer the best plan of two turns, if it takes less than all before."""
-        assert self.budget is not None
-        least, found = self.reached.plans[0].found.timeline.peak, list[run.Evicted]()
-        enough = max(self._bound_of(turn) + turn.beside for turn in pair)
-        for turn in reversed(pair):
-            if enough >= least:
-                return
-            made = self._turn(turn, clock, self.options.work // _PART, enough=enough)
-            if made is None:
-                return
-            found.insert(0, made)
-            enough = max(enough, made.timeline.peak + turn.beside)  # the other one need not take less
-        if enough < least:
-            steps = joined(self.graph, pair, [x.steps for x in found])
-            needs = self._offer(replay(self.graph, steps), clock).needs
-            if needs > self.budget >= enough:
-                self._take_faster(pair, clock, needs - self.budget)
 
     def _rearranged(self, progress: Progress | None, clock: Clock) -> None:
         """Where nothing fits, or only what is far above the least time, lower the plans that need a little more than
         there is, and search in the order of the one that comes of it, as long as that gains something."""
         done = set[tuple[int, float]]()
         for _ in range(_AGAIN):
-            best, least = self.reached.within(self._bytes), self.reached.plans[0]
-            if len(self.graph.ops) > _LARGE or not self._far_off(best):
+            best, least = self.reached.within(self.bytes), self.reached.plans[0]
+            if len(self.graph.ops) > _LARGE or not self.far_off(best):
                 return
             for key, made in self._to_lower():
-                if self._ends(clock):
+                if self.ends(clock):
                     return
                 if key not in done:
                     done.add(key)
                     self._lowered(made.found, clock)
-            now = self.reached.within(self._bytes)
+            now = self.reached.within(self.bytes)
             start = now or self.reached.plans[0]
             if start is (best or least):
                 return
@@ -513,9 +358,9 @@ class Search:
         """Plans that need more than there is, by what they need and take, the least first: a worse one may come down
         further."""
         rows = {(x.needs, x.found.timeline.time): x for x in (*self.seen, *self.reached.plans)}
-        return [(key, rows[key]) for key in sorted(rows) if key[0] > self._bytes][:_LOWERED]
+        return [(key, rows[key]) for key in sorted(rows) if key[0] > self.bytes][:_LOWERED]
 
-    def _far_off(self, best: floor.Placed | None) -> bool:
+    def far_off(self, best: floor.Placed | None) -> bool:
         """Whether nothing fits, or what does is so far above the least time that dearer searches are worth it."""
         return best is None or best.found.timeline.time > self.time_bound + _FAR_OFF * self.before.time
 
@@ -523,7 +368,7 @@ class Search:
         """Search in the order of a plan, from what it does."""
         part = clock.search.part(PREPARED)
         problem = floor.reordered(self.problem, self.graph, found.steps, part, at_least=True)
-        if problem is not None and _obeys(problem) and not self._ends(clock):
+        if problem is not None and problem.obeyed and not self.ends(clock):
             self._searched(problem, progress, clock)
 
     def _lowered(self, found: run.Evicted, clock: Clock) -> None:
@@ -533,11 +378,11 @@ class Search:
         steps = floor.rearranged(self.graph, found.steps, deadline)
         line = found.timeline if steps is None else replay(self.graph, steps)
         if "recompute" in self.problem.means:
-            line = shaved(self.graph, line, deadline, self._once)
+            line = shaved(self.graph, line, deadline, self.once)
         if line is not found.timeline:
-            self._offer(line, clock)
+            self.offer(line, clock)
 
-    def _offer(self, line: Timeline, clock: Clock) -> floor.Placed:
+    def offer(self, line: Timeline, clock: Clock) -> floor.Placed:
         """Keep such steps of the graph, if nothing beats them."""
         assert self.budget is not None
         extra = max(0.0, line.time - self.before.time)
@@ -549,68 +394,10 @@ class Search:
         self.reached.offer(made)
         return made
 
-    def _turn(
-        self, turn: Turn, clock: Clock, work: int, short: int = 0, enough: int = 0
-    ) -> run.Evicted | None:
-        """The fastest plan found for one turn within the budget (less what is ``short``), or that of the least peak;
-        ``enough``: where that is more, any within so many bytes of both turns. None where the hints cannot be obeyed
-        in it."""
-        within = self._bytes - short
-        search = self._of_turn(turn, clock, work, max(within, enough), timed=enough <= within)
-        if not _obeys(search.problem):
-            return None
-        if enough > within:
-            search.near = _ANY
-        with suppress(Infeasible):
-            search.fit(None, clock)
-        self.interrupted |= search.interrupted
-        return (search.reached.within(search._bytes) or search.reached.plans[0]).found
-
-    def _peak_of(self, turn: Turn, clock: Clock, enough: int) -> int:
-        """Bytes of both turns that a short search for one of them comes down to, or is content with."""
-        work = self.options.work // _PART // _SHORT
-        search = self._of_turn(turn, clock, work, max(self._bytes, enough), timed=False)
-        if not _obeys(search.problem):
-            return self.reached.plans[0].found.timeline.peak
-        search.near = _ANY
-        with suppress(KeyboardInterrupt):
-            search._searched(search.problem, None, clock)
-            tried = [search.problem.order]
-            search._deeper(tried, None, clock)
-            search._own_orders(tried, None, clock)
-        self.interrupted |= search.interrupted
-        return search.reached.plans[0].found.timeline.peak + turn.beside
-
-    def _bound_of(self, turn: Turn) -> int:
-        """Bytes that a turn takes at least, without what is beside it."""
-        in_place = self.problem.in_place
-        return int(lower_bound(turn.graph, redraw=False, in_place=in_place, deadline=self.deadline))
-
-    def _of_turn(self, turn: Turn, clock: Clock, work: int, within: int, *, timed: bool) -> Search:
-        """The search for one turn of two within so many bytes; ``timed``: with a bound on its time."""
-        graph, o = turn.graph, replace(self.options, place=False, work=work, hints="")
-        before = unplanned(graph)
-        order = order_of(graph, o, before.peak, clock.search.part(PREPARED))
-        problem = problem_of(graph, order, o)  # the hints are about storages, which have the same numbers
-        problem = replace(problem, in_place=self.problem.in_place, only=self.problem.only)
-        bound, deadline = self._bound_of(turn), self.deadline if timed else Deadline(0.0)
-        search = Search(graph, problem, o, before, max(within - turn.beside, bound), deadline, whole=False)
-        search.bound, search.in_orders = bound, self.in_orders
-        return search
-
-    def _glance(self, turn: Turn, clock: Clock) -> float:
-        """Seconds of recomputation that a first look finds for a turn; endless where it meets nothing."""
-        search = self._of_turn(turn, clock, _LOOK, self._bytes, timed=False)
-        if not _obeys(search.problem):
-            return math.inf
-        found = search._look(search.problem, None, clock)
-        self.interrupted |= search.interrupted
-        return found.timeline.time - search.before.time if found.decision.met else math.inf
-
     def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
         """Search with recomputation that takes less memory, from here on where that is of use."""
         assert self.budget is not None
-        if self._near() or self._ends(clock) or len(self.graph.ops) > _DEEP:
+        if self._near() or self.ends(clock) or len(self.graph.ops) > _DEEP:
             return
         best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
         tried.append(order)
@@ -652,9 +439,9 @@ class Search:
         count, most = 1, self._divisible()
         fits = self.reached.within(self.budget) is not None
         looked: list[tuple[int, int]] = []  # peak, number
-        while count <= most and not (self._near() or self._ends(clock)):
+        while count <= most and not (self._near() or self.ends(clock)):
             before, problem = self.reached.within(self.budget), self._parted(count, clock)
-            if not _obeys(problem):
+            if not problem.obeyed:
                 return
             found = self._look(problem, progress, clock, _LOOK if fits else _LONG_LOOK)
             looked.append((found.decision.peak, count))
@@ -667,7 +454,7 @@ class Search:
                 return
             else:
                 count += (count + 1) // 2
-        if looked and self.reached.within(self.budget) is None and not self._ends(clock):
+        if looked and self.reached.within(self.budget) is None and not self.ends(clock):
             self._searched(self._parted(min(looked)[1], clock), progress, clock)
 
     def _parted(self, count: int, clock: Clock) -> EvictionProblem:
@@ -689,19 +476,30 @@ class Search:
     def _aim_lower(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> None:
         """Where what was found needs a little more than there is, search once for as much less: what a search comes
         down to depends on its target by chance."""
-        least, budget = self.reached.plans[0].needs, self._bytes
+        least, budget = self.reached.plans[0].needs, self.bytes
         lower = self.bound
         close = lower < budget < least <= budget * _CLOSE_BY
-        if not (self.aims and self.whole and close) or self._ends(clock):
+        if not (self.aims and self.whole and close) or self.ends(clock):
             return
         options = replace(self.options, work=self.options.work // 2)
-        again = {"budget": lower, "problem": replace(problem), "options": options, "in_parts": False}
-        other = replace(self, **again, best=None, last=None, least_look=None, in_orders=True, aims=False)
+        other = Search(self.graph, replace(problem), options, self.before, lower, self.deadline, aims=False)
         with suppress(Infeasible, KeyboardInterrupt):
             other.fit(progress, clock)
         self.interrupted |= other.interrupted
         if (found := self.reached.within(budget)) is not None:
             self._search_from(found.found, progress, clock)
+
+    def come_down(self, clock: Clock) -> None:
+        """A search for few bytes that leaves out what takes long."""
+        with suppress(KeyboardInterrupt):
+            self._searched(self.problem, None, clock)
+            tried = [self.problem.order]
+            self._deeper(tried, None, clock)
+            self._own_orders(tried, None, clock)
+
+    def look(self, clock: Clock) -> run.Evicted:
+        """What a first look at its order finds."""
+        return self._look(self.problem, None, clock)
 
     def _near(self) -> bool:
         """Whether there is a plan, and above the least time by no more than ``_FAR`` as a part of it, or than is good
@@ -716,7 +514,7 @@ class Search:
         for turn in range(_AGAIN):
             best = self.reached.within(self.budget)
             start = best.found if best is not None else self.best
-            if self._near() or self._ends(clock) or start is None or (turn and best):
+            if self._near() or self.ends(clock) or start is None or (turn and best):
                 return
             problem = floor.reordered(self.problem, self.graph, start.steps, clock.search.part(PREPARED))
             if problem is None or problem.order in tried:
@@ -728,7 +526,7 @@ class Search:
         """Search in another order, where a first look says that it is as good or nothing fits yet."""
         assert self.budget is not None
         best = self.reached.within(self.budget)
-        if not _obeys(problem):
+        if not problem.obeyed:
             return
         if best is None or self._as_good(self._look(problem, progress, clock), best):
             self._searched(problem, progress, clock)
@@ -736,7 +534,7 @@ class Search:
     def _lower_look(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> bool:
         """Whether something fits, or a first look at an order is content with fewer bytes than all those before."""
         assert self.budget is not None
-        if self.reached.within(self.budget) is not None or self._ends(clock) or not _obeys(problem):
+        if self.reached.within(self.budget) is not None or self.ends(clock) or not problem.obeyed:
             return True
         peak, least = self._look(problem, progress, clock).decision.peak, self.least_look
         self.least_look = min(peak, least or peak)
@@ -914,11 +712,6 @@ class Search:
             at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
-
-
-def _obeys(problem: EvictionProblem) -> bool:
-    """Whether what hints say can be done in the problem's order."""
-    return not problem.only or problem.cost(problem.nothing(), 0).valid
 
 
 def _parts_last(graph: Graph, stands: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:

@@ -162,6 +162,11 @@ class EvictionProblem:
     def _in_order(self) -> dict[tuple[int, ...], EvictionProblem]:
         return {}
 
+    @property
+    def obeyed(self) -> bool:
+        """Whether what hints say can be done in its order."""
+        return not self.only or self.cost(self.nothing(), 0).valid
+
     def in_order(self, order: tuple[int, ...]) -> EvictionProblem:
         """The same in another order; always the same problem, with what was found for it."""
         if order not in self._in_order:
