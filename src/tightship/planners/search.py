@@ -482,7 +482,8 @@ class Search:
         if not (self.aims and self.whole and close) or self.ends(clock):
             return
         options = replace(self.options, work=self.options.work // 2)
-        other = Search(self.graph, replace(problem), options, self.before, lower, self.deadline, aims=False)
+        args = (self.graph, replace(problem), options, self.before, lower, self.deadline, self.near)
+        other = Search(*args, seen=self.seen, aims=False)
         with suppress(Infeasible, KeyboardInterrupt):
             other.fit(progress, clock)
         self.interrupted |= other.interrupted
