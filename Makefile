@@ -14,7 +14,7 @@ DOCS_READY := $(VENV)/.docs-installed
 # The core once more, built with sanitizers, in an environment of its own that shares the packages of the other.
 SANITIZED := build/sanitized
 SANITIZED_READY := $(SANITIZED)/.tightship-installed
-SANITIZED_TESTS := tests/planners/place tests/planners/test_core_arrays.py tests/verify/test_sound.py \
+SANITIZED_TESTS := tests/planners/place $(addprefix tests/planners/test_, core_arrays.py floor.py) tests/verify/test_sound.py \
   $(addprefix tests/planners/evict/test_, engine.py forms.py moves.py cover.py conformance.py)
 
 # The fuzzer alone, beside the environment: nothing else needs it.

@@ -168,7 +168,8 @@ class Cover {
             const i64 covered = excess.covered(g), size = x_.p.size[g.storage];
             if (!covered) continue;
             const Recipe r = recipe(g.storage, g.to, most);
-            const i64 room = limit_ - profile[g.to];  // recomputed, never to the end
+            // What stays until the end is made again after the last op.
+            const i64 room = limit_ - profile[std::min<i64>(g.to, x_.p.ops - 1)];
             if (r.ops > most || (strict && r.bytes > size && r.bytes > room + size)) continue;
             open.push_back({r.seconds / (static_cast<double>(size) * static_cast<double>(covered)), gap});
         }

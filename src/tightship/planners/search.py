@@ -481,8 +481,7 @@ class Search:
         close = lower < budget < least <= budget * _CLOSE_BY
         if not (self.aims and self.whole and close) or self.ends(clock):
             return
-        options = replace(self.options, work=self.options.work // 2)
-        args = (self.graph, replace(problem), options, self.before, lower, self.deadline, self.near)
+        args = (self.graph, replace(problem), self.options, self.before, lower, self.deadline, self.near)
         other = Search(*args, seen=self.seen, aims=False)
         with suppress(Infeasible, KeyboardInterrupt):
             other.fit(progress, clock)

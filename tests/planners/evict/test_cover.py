@@ -71,9 +71,9 @@ def test_excess_is_covered_in_a_few_hundred_replays(share: float, phases: bool) 
     assert line.time == pytest.approx(unplanned(graph).time + found.extra)
 
 
-@given(graphs(40), st.integers(30, 99), st.integers(0, 1 << 20))
-def test_covering_never_makes_things_worse(graph: Graph, share: int, work: int) -> None:
-    problem = problem_of(graph)
+@given(graphs(40), st.integers(30, 99), st.integers(0, 1 << 20), st.booleans())
+def test_covering_never_makes_things_worse(graph: Graph, share: int, work: int, deep: bool) -> None:
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))), deep=deep)
     kept = problem.cost(problem.nothing(), 0)
     budget = kept.peak * share // 100
     result = problem.engine.cover(budget, problem.nothing(), work, 60.0, None)
