@@ -17,6 +17,7 @@ from tightship.frontends.torch.capture.flat import viewed
 from tightship.frontends.torch.capture.fused import between_blocks
 from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.graph import Value
+from tightship.planners import default
 
 pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
 
@@ -522,6 +523,28 @@ def test_what_inductor_saves_at_its_budgets_is_saved_in_a_step_with_the_same_num
         again.append(len(names) - len(gm.graph.nodes))
     assert again == sorted(again)
     assert again[-1] > again[0]
+
+
+def test_an_update_of_hundreds_of_ops_is_written_in_a_moment():
+    """Each op on the way to a write is looked at once: that took three times as long for each more of them."""
+
+    def long(x, w):
+        with torch.enable_grad():
+            leaf = w.detach().requires_grad_()
+            loss = (x @ leaf).square().sum()
+        (d,) = torch.autograd.grad(loss, [leaf])
+        for _ in range(400):
+            d = d * 0.99 + w
+        w.copy_(w - 1e-6 * d)
+        return loss.detach()
+
+    gm = make_fx(long, tracing_mode="fake")(*inputs()[:2])
+    model = fuse_step(gm, 1)
+    written = model.ordered(default.plan(model.graph, None, default.Options(place=False, reuse=False)))
+    ours, theirs = inputs()[:2], inputs()[:2]
+    assert torch.equal(written(*ours), gm(*theirs))
+    assert torch.equal(ours[1], theirs[1])
+    assert not torch.equal(ours[1], inputs()[1])
 
 
 def test_updates_come_as_soon_as_their_gradients_do_and_after_the_last_read_of_what_they_write_over():

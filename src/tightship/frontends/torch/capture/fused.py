@@ -224,19 +224,32 @@ class Writing:
         return new
 
     def read(self, node: Node) -> Node:
-        """The node's tensor where it is read: one that is there, or computed there from such."""
-        if node in self.there:
-            return self.there[node]
+        """The node's tensor where it is read: one that is there, or computed there from such. Each node on the way is
+        looked at once, without recursion: what is fused may be long, and much of it read several times."""
+        at: dict[Node, Node] = {}
+        stack = [node]
+        while stack:
+            n = stack[-1]
+            if n in self.there:
+                at[n] = self.there[n]
+            elif n not in at:
+                self._can_compute(n)
+                missing = [a for a in n.all_input_nodes if a not in at]
+                if missing:
+                    stack.extend(reversed(missing))
+                    continue
+                key = (self.segment, n, *(at[a] for a in n.all_input_nodes))
+                if key not in self.made:
+                    self.made[key] = self.copied(n, at)
+                at[n] = self.made[key]
+            stack.pop()
+        return at[node]
+
+    def _can_compute(self, node: Node) -> None:
         if node.op == "placeholder":
             raise Unsupported(f"reading {node.name} in the backward pass", "it is not saved")
         if node in self.joint.exists and node.target is not operator.getitem:
             raise Unsupported(f"reading {node.name} in the backward pass", "the plan has it nowhere then")
-        for a in node.all_input_nodes:
-            self.read(a)
-        key = (self.segment, node, *(self.read(a) for a in node.all_input_nodes))
-        if key not in self.made:
-            self.made[key] = self.copied(node)
-        return self.made[key]
 
 
 def fuse(gm: GraphModule, outputs: int, *, name: str = "joint") -> FusedJoint:
