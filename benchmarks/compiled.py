@@ -130,6 +130,7 @@ def prepared(name: str, label: str, make: Make) -> Way:
         if label.startswith("tightship compiled"):
             (graph,) = compiled_plans(way.call)
             way.planned, way.budget = graph.plan.peak, graph.plan.budget
+            way.peak = graph.plan.static + way.beyond  # a buffer that the step does not read is not of its static set
     say(f"{name} {label}: {way.peak} {way.note} first {way.first:.1f} s")
     return way
 
@@ -247,10 +248,9 @@ def measured_row(name: str, label: str, budget: int) -> dict[str, Any]:
     if way.note:
         return row
     (graph,) = compiled_plans(way.call)
-    measured = graph.plan.static + way.beyond  # a buffer that the step does not read is not of its static set
-    met = way.planned == measured <= budget
+    met = way.planned == way.peak <= budget
     return row | {
-        "planned_peak": way.planned, "measured_peak": measured, "met": met, "source": graph.plan.source,
+        "planned_peak": way.planned, "measured_peak": way.peak, "met": met, "source": graph.plan.source,
         "lowered": graph.plan.lowered,
     }  # fmt: skip
 

@@ -12,6 +12,7 @@ import torch
 
 from tightship.errors import BadInput
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.containers import contents
 from tightship.frontends.torch.optimizer.copy import parameters_of
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.optimizer.given import settings as optimizer_settings
@@ -100,7 +101,7 @@ class Attributes:
         self._objects = self._held()
 
     def _held(self) -> list[Any]:
-        return list(chain.from_iterable([x if type(x) is list else x.values() for _, x in self._containers]))
+        return list(chain.from_iterable([x.values() if isinstance(x, dict) else x for _, x in self._containers]))
 
     def changed(self) -> str | None:
         """The name of one that is different now; None if none is."""
@@ -126,7 +127,8 @@ def _same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _copied(container: Any) -> dict[Any, Any]:
-    return dict(enumerate(container)) if isinstance(container, list) else dict(container)
+    held = contents(container)
+    return dict(enumerate(held)) if isinstance(held, list) else held
 
 
 def _equal(a: Any, b: Any) -> bool:

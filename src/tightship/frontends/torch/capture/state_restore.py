@@ -13,6 +13,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.containers import contents, refill
 
 __all__ = ["Change", "Leftovers", "applied", "stand_ins_in", "untouched"]
 
@@ -77,15 +78,15 @@ def untouched(model: torch.nn.Module, changes: list[Change], *, frozen: bool = T
     finally:
         for _, _, put, state in states:
             put(state)
-        for m, attributes, contents in before:
+        for m, attributes, filled in before:
             for k, new in vars(m).items():
                 old = attributes.get(k)
                 if not k.startswith("_") and old is not new:
                     changes.append(Change(m, k, old, new))
             vars(m).clear()
             vars(m).update(attributes)
-            for k, held in contents.items():
-                _refill(vars(m)[k], held)
+            for k, held in filled.items():
+                refill(vars(m)[k], held)
 
 
 class Leftovers:
@@ -115,19 +116,19 @@ class Leftovers:
         Raises ``Unsupported`` for modules that were replaced.
         """
         gone = []
-        for m, attributes, contents in self._before:
-            names = list(vars(m)) if self._everywhere else list(contents)
+        for m, attributes, filled in self._before:
+            names = list(vars(m)) if self._everywhere else list(filled)
             for k in names:
                 new, old = vars(m).get(k), attributes.get(k)
                 stand_ins = [] if k in _MEMBERS else stand_ins_in(new)
                 if not stand_ins:
                     continue
                 gone.append(Change(m, k, old, new))
-                before = contents.get(k) if old is new and contents.get(k) is not None else old
+                before = filled.get(k) if old is new and filled.get(k) is not None else old
                 if lasts is not None and any(map(lasts, (*stand_ins, *_tensors(before)))):
                     continue
-                if old is new and contents.get(k) is not None:
-                    _refill(new, contents[k])
+                if old is new and filled.get(k) is not None:
+                    refill(new, filled[k])
                 elif k in attributes:
                     vars(m)[k] = old
                 else:
@@ -144,7 +145,7 @@ _MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (dict, list, set)) else None
+    return contents(value) if isinstance(value, (dict, list, set)) else None
 
 
 def stand_ins_in(value: Any) -> list[torch.Tensor]:
@@ -169,22 +170,7 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 def _contents(module: torch.nn.Module) -> dict[str, Any]:
     """Copies of the module's containers, which are changed in place (hooks, children, lists)."""
-    return {k: v.copy() for k, v in vars(module).items() if isinstance(v, (dict, list, set))}
-
-
-def _refill(container: Any, held: Any) -> None:
-    if container == held if isinstance(container, set) else _same_objects(container, held):
-        return
-    container.clear()
-    container.extend(held) if isinstance(container, list) else container.update(held)
-
-
-def _same_objects(a: Any, b: Any) -> bool:
-    """Whether two lists or dicts hold the same objects in the same places; never compares tensors."""
-    left, right = (list(x.items()) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
-    return len(left) == len(right) and all(
-        k == j and v is w for (k, v), (j, w) in zip(left, right, strict=True)
-    )
+    return {k: contents(v) for k, v in vars(module).items() if isinstance(v, (dict, list, set))}
 
 
 def _modules(model: torch.nn.Module) -> list[tuple[str, int]]:

@@ -7,7 +7,6 @@ objects, classes, and what those hold.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import functools
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unsupported
+from tightship.frontends.torch.containers import CONTAINERS, contents, refill
 from tightship.frontends.torch.rerun.outcome import globals_of
 
 __all__ = ["python_state_kept"]
@@ -114,7 +114,7 @@ class _Reachable:
             self._todo += [x.func, x.args, x.keywords]
         elif isinstance(x, type):
             self._class(x)
-        elif isinstance(x, _CONTAINERS):
+        elif isinstance(x, CONTAINERS):
             self._container(x)
         elif isinstance(x, (tuple, frozenset)):
             self._todo += list(x)[:ELEMENTS]
@@ -176,19 +176,16 @@ class _Reachable:
         self._todo += cls.__mro__[1:]
 
     def _container(self, x: Any) -> None:
-        held = x.copy()
+        held = contents(x)
 
         def put_back() -> None:
-            if isinstance(x, dict):
-                then: Any = {k: self._now(v) for k, v in held.items()}
+            if isinstance(held, dict):
+                refill(x, {k: self._now(v) for k, v in held.items()})
             else:
-                then = [self._now(v) for v in held] if isinstance(x, list) else held
-            if not _same(x, then):
-                x.clear()
-                (x.update if isinstance(x, (dict, set)) else x.extend)(then)
+                refill(x, [self._now(v) for v in held] if isinstance(held, list) else held)
 
         self._undo.append(put_back)
-        values = x.values() if isinstance(x, dict) else x
+        values = held.values() if isinstance(held, dict) else held
         self._held(v for v, _ in zip(values, range(ELEMENTS), strict=False))
 
     def _file(self, x: Any) -> None:
@@ -247,10 +244,7 @@ class _Reachable:
             held = dict(attributes)
 
             def put_back() -> None:
-                then = {k: self._now(v) for k, v in held.items()}
-                if not _same(attributes, then):
-                    attributes.clear()
-                    attributes.update(then)
+                refill(attributes, {k: self._now(v) for k, v in held.items()})
 
             self._undo.append(put_back)
             self._held(held.values())
@@ -265,7 +259,6 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, types.CodeType,
     types.BuiltinFunctionType, types.ModuleType, slice, range,
 )  # fmt: skip
-_CONTAINERS = (dict, list, set, collections.deque, bytearray)
 _DESCRIPTORS = (property, staticmethod, classmethod, types.MemberDescriptorType, types.GetSetDescriptorType)
 _LIBRARIES = {
     "torch", "numpy", "scipy", "transformers", "builtins", "tightship", "jax", "tensorflow", "pandas", "sympy",
@@ -275,18 +268,6 @@ _LIBRARIES = {
 
 def _of_a_library(module: Any) -> bool:
     return str(module or "").partition(".")[0] in _LIBRARIES
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two containers hold the same objects in the same places; never compares what they hold."""
-    if len(a) != len(b):
-        return False
-    if isinstance(a, (set, bytearray)):
-        return bool(a == b)
-    left, right = (list(x.items()) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
-    return all(k is j or k == j for (k, _), (j, _) in zip(left, right, strict=True)) and all(
-        v is w for (_, v), (_, w) in zip(left, right, strict=True)
-    )
 
 
 def _set_class_attribute(cls: type, name: str, held: Any) -> None:
