@@ -830,3 +830,48 @@ def test_another_type_of_the_same_bytes_is_refused():
     base = Value("v", 0, "float32", (4,), (1,))
     with pytest.raises(errors.Unsupported, match="float32 read as int32"):
         viewed(t, base, Value("w", 0, "int32", (4,), (1,)))
+
+
+class Laid(nn.Module):
+    """Results that compiled code lays out otherwise than eager does, and views of them."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.a, self.b = kind, nn.Linear(16, 16), nn.Linear(16, 4)
+        self.c, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        x = self.a(x)
+        if self.kind == "cat":  # what a key cache begins with
+            heads = torch.cat([torch.zeros(0), x.view(8, 4, 4, 4).transpose(1, 2)], -2)
+            x = heads.view(32, 16).sin().view(8, 4, 4, 4).transpose(1, 2).reshape(32, 16)
+        elif self.kind == "as_strided":
+            heads = torch.cat([torch.zeros(0), x.view(8, 4, 4, 4).transpose(1, 2)], -2)
+            x = x + heads.as_strided((32, 16), (16, 1)).sin() + heads.as_strided((32, 16), (16, 1)).cos()
+        else:  # gradients of a norm of what is permuted
+            rows = self.c(x.view(8, 4, 4, 4)) * 0.5
+            x = x + self.norm(rows).permute(0, 3, 1, 2).mean((2, 3)).repeat(4, 4)
+        return self.b(x)
+
+
+@pytest.mark.parametrize("kind", ["cat", "as_strided", "norm"])
+def test_results_are_laid_out_as_eager_lays_them_out_where_views_are_read(kind):
+    torch.manual_seed(0)
+    model = Laid(kind)
+    other = copy.deepcopy(model)
+    step = fit(model, loss, sgd(model), data(), **OPTIONS)
+    theirs = train(eager(other, sgd(other)))
+    assert train(step) == pytest.approx(theirs, rel=1e-5)
+    assert as_planned(step)
+    assert_close(model, other)
+
+
+def test_what_the_compiler_cannot_do_is_refused_in_its_words():
+    model = net()
+
+    def chosen(model, batch):
+        rows = torch.nonzero(batch[1][:, 0] > 0)[:, 0]
+        return (model(batch[0]) - batch[1]).square()[rows].mean()
+
+    with pytest.raises(errors.Unsupported, match=r"compiled mode .*nonzero.* follows from numbers"):
+        fit(model, chosen, sgd(model), data(), **OPTIONS)

@@ -101,7 +101,9 @@ class Attributes:
         self._objects = self._held()
 
     def _held(self) -> list[Any]:
-        return list(chain.from_iterable([x.values() if isinstance(x, dict) else x for _, x in self._containers]))
+        return list(
+            chain.from_iterable([x.values() if isinstance(x, dict) else x for _, x in self._containers])
+        )
 
     def changed(self) -> str | None:
         """The name of one that is different now; None if none is."""

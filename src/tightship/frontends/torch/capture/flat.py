@@ -79,6 +79,9 @@ class _Flattening:
         self.updaters = [c.fn for c in program.calls if isinstance(c.fn, Updater)]
         self.numbers = self._numbers()
         values = program.graph.values
+        bases = dict(enumerate(program.bases))
+        layouts = ((v.storage, (v.shape, v.stride), values[bases[v.storage]]) for v in values)
+        self.read_otherwise = {s for s, layout, base in layouts if layout != (base.shape, base.stride)}
         read = {values[v].storage for c in program.calls for v in refs_in((c.args, c.kwargs))}
         read |= {values[v].storage for v in program.results}
         self.slots = [s for s in program.slots if values[s.value].storage in read]
@@ -95,7 +98,11 @@ class _Flattening:
         inputs += [
             compat.blank_like(mode, (), (), 0, torch.float64, torch.device("cpu")) for _ in self.numbers
         ]
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            compat_inductor.failing("writing out the step"),
+        ):
             traced = compat_inductor.traced(self._computed, inputs, mode)
         if any(True for _ in (*traced.parameters(), *traced.buffers())):
             raise _no_formula(
@@ -158,9 +165,14 @@ class _Flattening:
             if only_raises(call.fn):
                 continue
             out = _AS_INDUCTOR.get(str(call.fn), call.fn)(*args, **kwargs)
-            for v, t in zip(call.results, flat(out), strict=True):
-                if v >= 0:
-                    held[values[v].storage] = t
+            for k, (v, t) in enumerate(zip(call.results, flat(out), strict=True)):
+                if v < 0:
+                    continue
+                s = values[v].storage
+                if v == bases[s] and s in self.read_otherwise:
+                    compiled = _compiled_stride(call.fn, args, kwargs, k)
+                    t = _laid_out(t, values[v], t.stride() if compiled is None else compiled)
+                held[s] = t
         return [read(v) for v in program.results]
 
     def _numbers(self) -> tuple[Number, ...]:
@@ -217,6 +229,38 @@ _AS_INDUCTOR: Final[dict[str, Callable[..., Any]]] = {
     "aten.bernoulli.p": _bernoulli,
 }
 """Ops that it would call and not fuse, by what it draws in their place."""
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------
+
+
+def _compiled_stride(fn: Any, args: Any, kwargs: Any, k: int) -> tuple[int, ...] | None:
+    """How result ``k`` of an op lies where it is compiled, if that may be otherwise than in eager: of what is read
+    as it does not lie."""
+    given = [t for t in flat((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if all(t.is_contiguous() for t in given):
+        return None
+    found = compat_inductor.compiled_strides(fn, args, kwargs)
+    return None if found is None else found[k]
+
+
+def _laid_out(t: torch.Tensor, base: Value, compiled: Sequence[int]) -> torch.Tensor:
+    """A result whose views are read, as eager lays it out: stand-ins of some ops, and what ops become where they are
+    compiled, lie otherwise."""
+    if all(_same_layout(t.shape, stride, base.stride) for stride in (t.stride(), compiled)):
+        return t
+    order = sorted(range(t.dim()), key=lambda d: (t.shape[d] != 1, base.stride[d]), reverse=True)
+    copied = t.permute(order).clone(memory_format=torch.contiguous_format)
+    made = copied.permute([order.index(d) for d in range(t.dim())])
+    if not _same_layout(t.shape, made.stride(), base.stride):
+        raise Unsupported(
+            f"{base.name}, whose elements lie apart, in compiled mode", "Inductor makes none such"
+        )
+    return made
+
+
+def _same_layout(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    return 0 in shape or all(x == y for n, x, y in zip(shape, a, b, strict=True) if n != 1)
 
 
 # --- views -----------------------------------------------------------------------------------------------------
