@@ -33,12 +33,14 @@ from tightship.execute.interpreter import PeakMismatch
 
 __all__ = [
     "BUDGET",
+    "COMPILED",
     "GOOD",
     "Outcome",
     "Row",
     "Side",
     "Training",
     "adamw",
+    "compiled",
     "fitted",
     "hugging_face",
     "lockstep",
@@ -49,7 +51,11 @@ BUDGET = "static+60%"
 QUICK = {"cache": None, "seconds_per_op": 0.001, "seconds": 3.0}
 """What else `tightship.fit` is told: nothing kept, and little time for measuring and planning."""
 STEPS = 4
-GOOD = ("identical", "eager", "refused")
+COMPILED = "80%"
+"""The budget of compiled steps, of what they take without one."""
+CLOSE = 1e-3
+"""How far a compiled step's results may be from eager's, over the greater of them and 1."""
+GOOD = ("identical", "close", "eager", "refused")
 """Kinds of outcomes that are no fault; the others are ``different``, ``mismatch`` and ``failed``."""
 
 
@@ -57,6 +63,7 @@ GOOD = ("identical", "eager", "refused")
 class Outcome:
     """What came of a row: ``kind`` is ``identical`` (to eager, with planned = measured and no miss), ``eager``
     (nothing can be planned: steps run in eager, after a warning), ``refused`` (``sentence`` says why, of these two),
+    ``close`` (of compiled steps: results near eager's, where eager draws no random numbers, planned = measured),
     ``different``, ``mismatch`` (of memory) or ``failed``. Peaks are bytes, ``seconds`` those of the processor that
     preparing took."""
 
@@ -119,6 +126,52 @@ def trained(build: Callable[[], Training], budget: str = BUDGET, **options: Any)
     ours.fitted = steps
     ours.step = lambda k: [step(ours.loop.batch(k)) for step in steps]
     return dataclasses.replace(lockstep(eager, ours, loop.steps), seconds=seconds)
+
+
+def compiled(build: Callable[[], Training], budget: str = COMPILED, **options: Any) -> Outcome:
+    """As `trained`, in compiled mode: as near to eager as fused code is, where it draws no random numbers (Inductor
+    draws others)."""
+    eager, ours = _side(build), _side(build)
+    loop, more = ours.loop, {"mode": "compiled", "seconds": 10.0, **options}
+    losses = [(loop.loss_fn, loop.parameters), *loop.others]
+    try:
+        began = time.process_time()
+        with ours.turn():
+            steps = [
+                fitted(loop.model, loss_fn, optimizer, loop.batch(0), COMPILED, **more)
+                for (loss_fn, _), optimizer in zip(losses, ours.optimizers, strict=True)
+            ]
+        seconds, drawn = time.process_time() - began, False
+        for k in range(loop.steps):
+            before = eager.random[0]
+            with eager.turn():
+                expected = eager.step(k)
+            drawn |= not torch.equal(before, eager.random[0])
+            with ours.turn(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", PeakMismatch)
+                got = [step(loop.batch(k)) for step in steps]
+            pairs = zip(_leaves(expected, "result"), _leaves(got, "result"), strict=True)
+            far = [f"{name} {_distance(a, b):.2g}" for (name, a), (_, b) in pairs if _distance(a, b) > CLOSE]
+            if far and not drawn:
+                return Outcome("different", f"in step {k}: {', '.join(far[:6])}")
+    except (Unsupported, BadInput) as refusal:
+        return Outcome("refused", str(refusal))
+    measured = [step.measure() for step in steps]
+    if any(m["planned_peak"] is None for m in measured):
+        return Outcome("eager", "; ".join(note for step in steps for note in step.notes))
+    if any(m["misses"] or m["measured_peak"] != m["planned_peak"] for m in measured):
+        return Outcome("mismatch", str(measured))
+    tops = [max(m[k] or 0 for m in measured) for k in ("unplanned_peak", "planned_peak", "budget")]
+    return Outcome("close", "draws random numbers" if drawn else "", *tops, seconds, loop.steps)
+
+
+def _distance(a: Any, b: Any) -> float:
+    """Between two results, over the greater of the first and 1; of what are no real numbers, 0."""
+    if not (
+        isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_floating_point() and a.numel()
+    ):
+        return 0.0
+    return float(((a - b).abs() / a.abs().clamp(min=1)).max())
 
 
 def hugging_face(
