@@ -79,9 +79,7 @@ class _Flattening:
         self.updaters = [c.fn for c in program.calls if isinstance(c.fn, Updater)]
         self.numbers = self._numbers()
         values = program.graph.values
-        bases = dict(enumerate(program.bases))
-        layouts = ((v.storage, (v.shape, v.stride), values[bases[v.storage]]) for v in values)
-        self.read_otherwise = {s for s, layout, base in layouts if layout != (base.shape, base.stride)}
+        self.strides: dict[Any, list[tuple[int, ...]] | None] = {}
         read = {values[v].storage for c in program.calls for v in refs_in((c.args, c.kwargs))}
         read |= {values[v].storage for v in program.results}
         self.slots = [s for s in program.slots if values[s.value].storage in read]
@@ -169,11 +167,26 @@ class _Flattening:
                 if v < 0:
                     continue
                 s = values[v].storage
-                if v == bases[s] and s in self.read_otherwise:
-                    compiled = _compiled_stride(call.fn, args, kwargs, k)
-                    t = _laid_out(t, values[v], t.stride() if compiled is None else compiled)
+                if v == bases[s]:
+                    compiled = self._compiled_strides(call.fn, args, kwargs)
+                    t = _laid_out(t, values[v], t.stride() if compiled is None else compiled[k])
                 held[s] = t
         return [read(v) for v in program.results]
+
+    def _compiled_strides(self, fn: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]] | None:
+        """How an op's results lie where it is compiled; None where that is as in eager: of what is contiguous."""
+        leaves = flat((args, list(kwargs.items())))
+        given = [t for t in leaves if isinstance(t, torch.Tensor)]
+        if all(t.is_contiguous() for t in given):
+            return None
+        key = (
+            fn,
+            repr([x for x in leaves if not isinstance(x, torch.Tensor)]),
+            *((t.shape, t.stride(), t.dtype) for t in given),
+        )
+        if key not in self.strides:
+            self.strides[key] = compat_inductor.compiled_strides(fn, args, kwargs)
+        return self.strides[key]
 
     def _numbers(self) -> tuple[Number, ...]:
         found: dict[Number, None] = {}
@@ -234,19 +247,9 @@ _AS_INDUCTOR: Final[dict[str, Callable[..., Any]]] = {
 # --- layouts ----------------------------------------------------------------------------------------------------
 
 
-def _compiled_stride(fn: Any, args: Any, kwargs: Any, k: int) -> tuple[int, ...] | None:
-    """How result ``k`` of an op lies where it is compiled, if that may be otherwise than in eager: of what is read
-    as it does not lie."""
-    given = [t for t in flat((args, kwargs)) if isinstance(t, torch.Tensor)]
-    if all(t.is_contiguous() for t in given):
-        return None
-    found = compat_inductor.compiled_strides(fn, args, kwargs)
-    return None if found is None else found[k]
-
-
 def _laid_out(t: torch.Tensor, base: Value, compiled: Sequence[int]) -> torch.Tensor:
-    """A result whose views are read, as eager lays it out: stand-ins of some ops, and what ops become where they are
-    compiled, lie otherwise."""
+    """A result as eager lays it out. Stand-ins of some ops, and what ops become where they are compiled, lie
+    otherwise, and so does what is made of them, of which somebody may read a view."""
     if all(_same_layout(t.shape, stride, base.stride) for stride in (t.stride(), compiled)):
         return t
     order = sorted(range(t.dim()), key=lambda d: (t.shape[d] != 1, base.stride[d]), reverse=True)
