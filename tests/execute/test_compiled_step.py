@@ -878,3 +878,32 @@ def test_what_the_compiler_cannot_do_is_refused_in_its_words():
 
     with pytest.raises(errors.Unsupported, match=r"compiled mode .*nonzero.* follows from numbers"):
         fit(model, chosen, sgd(model), data(), **OPTIONS)
+
+
+class Experts(nn.Module):
+    """A mixture whose experts multiply rows sorted by expert (transformers' ``grouped_mm``)."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.out = nn.Linear(16, 4), nn.Linear(16, 4)
+        self.up = nn.Parameter(torch.randn(4, 16, 32) / 4)
+        self.down = nn.Parameter(torch.randn(4, 32, 16) / 4)
+
+    def forward(self, x):
+        weight, expert = self.gate(x).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        ends = torch.arange(4).unsqueeze(1).ge(expert).sum(1).to(torch.int32)
+        rows = torch._grouped_mm(
+            nn.functional.gelu(torch._grouped_mm(x[order], self.up, offs=ends)), self.down, offs=ends
+        )
+        return self.out(x + (rows * weight[order].unsqueeze(1))[order.argsort()])
+
+
+def test_experts_that_multiply_sorted_rows_train_as_in_eager():
+    torch.manual_seed(0)
+    model = Experts()
+    other = copy.deepcopy(model)
+    step = fit(model, loss, sgd(model), data(), "90%", **OPTIONS)
+    assert train(step) == pytest.approx(train(eager(other, sgd(other))), rel=1e-5)
+    assert as_planned(step)
+    assert_close(model, other)

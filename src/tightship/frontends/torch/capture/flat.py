@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from tightship.errors import TightshipError, Unsupported
-from tightship.frontends.torch import compat, compat_distributed, compat_inductor
+from tightship.frontends.torch import compat, compat_distributed, compat_inductor_tracing
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.optimizer.copy import Path, bare
 from tightship.frontends.torch.optimizer.given import each, independent
@@ -99,9 +99,9 @@ class _Flattening:
         with (
             torch.no_grad(),
             torch.autocast("cpu", enabled=False),
-            compat_inductor.failing("writing out the step"),
+            compat_inductor_tracing.failing("writing out the step"),
         ):
-            traced = compat_inductor.traced(self._computed, inputs, mode)
+            traced = compat_inductor_tracing.traced(self._computed, inputs, mode)
         if any(True for _ in (*traced.parameters(), *traced.buffers())):
             raise _no_formula(
                 type(self.optimizer).__name__, "its step makes tensors of numbers anew each time"
@@ -132,8 +132,11 @@ class _Flattening:
                     'use mode="exact"',
                 )  # fmt: skip
             if not isinstance(call.fn, (Updater, torch._ops.OpOverload)) and not only_raises(call.fn):
+                where = graph.place(graph.ops.index(op))
                 raise Unsupported(
-                    f"{op.target} at {graph.place(graph.ops.index(op))} in compiled mode", "it is no op"
+                    f"{op.target} at {where} in compiled mode",
+                    "eager runs code of Python's for it",
+                    'use mode="exact"',
                 )
 
     # --- the ops ---
@@ -155,14 +158,17 @@ class _Flattening:
             return seen[v]
 
         for op, call in zip(graph.ops, program.calls, strict=True):
-            compat_inductor.of_module(op.module if op.phase == "forward" else None)
+            compat_inductor_tracing.of_module(op.module if op.phase == "forward" else None)
             args, kwargs = substitute((call.args, call.kwargs), read)
             if isinstance(call.fn, Updater):
                 _update(call.fn, args, numbers)
                 continue
             if only_raises(call.fn):
                 continue
-            out = _AS_INDUCTOR.get(str(call.fn), call.fn)(*args, **kwargs)
+            if compat_inductor_tracing.is_grouped_mm(call.fn):
+                out = compat_inductor_tracing.grouped_mm(*args, like=values[call.results[0]], **kwargs)
+            else:
+                out = _AS_INDUCTOR.get(str(call.fn), call.fn)(*args, **kwargs)
             for k, (v, t) in enumerate(zip(call.results, flat(out), strict=True)):
                 if v < 0:
                     continue
@@ -185,7 +191,7 @@ class _Flattening:
             *((t.shape, t.stride(), t.dtype) for t in given),
         )
         if key not in self.strides:
-            self.strides[key] = compat_inductor.compiled_strides(fn, args, kwargs)
+            self.strides[key] = compat_inductor_tracing.compiled_strides(fn, args, kwargs)
         return self.strides[key]
 
     def _numbers(self) -> tuple[Number, ...]:
@@ -374,7 +380,7 @@ def _update(
     try:
         with _InDoubles(hints, cls.__name__, known=known), ExitStack() as stack:
             if by_value:
-                stack.enter_context(compat_inductor.as_if_compiling())
+                stack.enter_context(compat_inductor_tracing.as_if_compiling())
             compat.plain_step(cls)(one)
     except TightshipError:
         raise
