@@ -107,6 +107,7 @@ _LEANED_ON: Final = {
         "allow_buffer_reuse", "cpp_wrapper", "custom_partitioner_fn", "fx_graph_cache", "fx_wrapper",
         "graph_partition", "inplace_buffers", "layout_optimization", "memory_planning", "post_grad_custom_pre_pass",
     ),
+    "torch._inductor.decomposition": ("select_decomp_table",),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
     "torch._inductor.exc": ("InductorError",),
     "torch._inductor.graph": (
