@@ -474,18 +474,22 @@ class Search:
         return known[count]
 
     def _aim_lower(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> None:
-        """Where what was found needs a little more than there is, search once for as much less: what a search comes
-        down to depends on its target by chance."""
+        """Where what was found needs a little more than there is, search for the bound, as if nothing else had been:
+        what a search comes down to depends on its target by chance, and what that one meets is never refused."""
         least, budget = self.reached.plans[0].needs, self.bytes
         lower = self.bound
         close = lower < budget < least <= budget * _CLOSE_BY
         if not (self.aims and self.whole and close) or self.ends(clock):
             return
-        args = (self.graph, replace(problem), self.options, self.before, lower, self.deadline, self.near)
-        other = Search(*args, seen=self.seen, aims=False)
+        graph = self.graph.with_ops(self.graph.ops)  # which nothing was reached for
+        args = (graph, replace(problem, graph=graph), self.options, self.before, lower, self.deadline, self.near)
+        other = Search(*args, aims=False)
         with suppress(Infeasible, KeyboardInterrupt):
             other.fit(progress, clock)
         self.interrupted |= other.interrupted
+        self.seen += other.seen
+        for made in other.reached.plans:
+            self.reached.offer(made)
         if (found := self.reached.within(budget)) is not None:
             self._search_from(found.found, progress, clock)
 
