@@ -354,9 +354,11 @@ class Streams(NotCopied):
 
 
 def _bring_back(items: Mapping[Any, Away], *, mapped: bool = False) -> None:
-    for away in items.values():
-        away.open()
-        away.bring_back(mapped=mapped)
+    """Also in the middle of somebody's capture, where the collector may come by."""
+    with compat.without_modes(), torch.device("cpu"), torch.inference_mode(False):
+        for away in items.values():
+            away.open()
+            away.bring_back(mapped=mapped)
 
 
 def _name_of(slot: Slot) -> str:

@@ -482,7 +482,15 @@ class Search:
         if not (self.aims and self.whole and close) or self.ends(clock):
             return
         graph = self.graph.with_ops(self.graph.ops)  # which nothing was reached for
-        args = (graph, replace(problem, graph=graph), self.options, self.before, lower, self.deadline, self.near)
+        args = (
+            graph,
+            replace(problem, graph=graph),
+            self.options,
+            self.before,
+            lower,
+            self.deadline,
+            self.near,
+        )
         other = Search(*args, aims=False)
         with suppress(Infeasible, KeyboardInterrupt):
             other.fit(progress, clock)
