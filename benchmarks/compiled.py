@@ -130,9 +130,8 @@ def prepared(name: str, label: str, make: Make) -> Way:
         if label.startswith("tightship compiled"):
             (graph,) = compiled_plans(way.call)
             way.planned, way.budget = graph.plan.peak, graph.plan.budget
-            way.peak = (
-                graph.plan.static + way.beyond
-            )  # a buffer that the step does not read is not of its static set
+            # A buffer that the step does not read is not of its static set.
+            way.peak = graph.plan.static + way.beyond
     say(f"{name} {label}: {way.peak} {way.note} first {way.first:.1f} s")
     return way
 

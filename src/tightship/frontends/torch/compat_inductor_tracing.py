@@ -63,7 +63,9 @@ def grouped_mm(*args: Any, like: Value, **kwargs: Any) -> Any:
     offs, bias, dtype = (args[2 + k] if len(args) > 2 + k else kwargs.get(n) for k, n in enumerate(names))
     if bias is not None or dtype not in (None, args[0].dtype):
         raise Unsupported(
-            "a grouped product with a bias or of another type in compiled mode", "its stand-in says so"
+            f"a grouped product of {args[0].dtype} with a bias or into another type in compiled mode",
+            "PyTorch's compiler takes bfloat16 alone there",
+            'use mode="exact"',
         )
     return _grouped_mm()(list(args[:2]), offs, list(like.shape), list(like.stride))
 

@@ -10,12 +10,12 @@ import collections
 from collections.abc import Iterable
 from typing import Any, Final
 
-__all__ = ["CONTAINERS", "contents", "items", "refill", "same_objects"]
+__all__ = ["CONTAINERS", "contents", "refill"]
 
 CONTAINERS: Final = (dict, list, set, collections.deque, bytearray)
 
 
-def items(mapping: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+def _items(mapping: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
     """A dict's keys and values, in its order."""
     ordered = isinstance(mapping, collections.OrderedDict)
     return collections.OrderedDict.items(mapping) if ordered else dict.items(mapping)  # type: ignore[arg-type]
@@ -24,7 +24,7 @@ def items(mapping: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
 def contents(container: Any) -> Any:
     """A copy of what one of `CONTAINERS` holds: a plain dict, list, set or bytearray."""
     if isinstance(container, dict):
-        return dict(items(container))
+        return dict(_items(container))
     if isinstance(container, list):
         return list(list.__iter__(container))
     if isinstance(container, set):
@@ -37,7 +37,7 @@ def contents(container: Any) -> Any:
 def refill(container: Any, held: Any) -> None:
     """Makes the container hold what `contents` gave of it, if it holds anything else."""
     now = contents(container)
-    if now == held if isinstance(now, (set, bytearray)) else same_objects(now, held):
+    if now == held if isinstance(now, (set, bytearray)) else _same_objects(now, held):
         return
     if isinstance(container, dict):
         ordered = isinstance(container, collections.OrderedDict)
@@ -56,9 +56,9 @@ def refill(container: Any, held: Any) -> None:
         base.__setitem__(container, slice(None), held)
 
 
-def same_objects(a: Any, b: Any) -> bool:
+def _same_objects(a: Any, b: Any) -> bool:
     """Whether two dicts or two sequences hold the same objects in the same places; never compares what they hold."""
-    left, right = (list(items(x)) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
+    left, right = (list(_items(x)) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
     return len(left) == len(right) and all(
         (k is j or k == j) and v is w for (k, v), (j, w) in zip(left, right, strict=True)
     )

@@ -263,7 +263,9 @@ def _laid_out(t: torch.Tensor, base: Value, compiled: Sequence[int]) -> torch.Te
     made = copied.permute([order.index(d) for d in range(t.dim())])
     if not _same_layout(t.shape, made.stride(), base.stride):
         raise Unsupported(
-            f"{base.name}, whose elements lie apart, in compiled mode", "Inductor makes none such"
+            f"{base.name}, of strides {base.stride}, in compiled mode",
+            "Inductor lays out results without gaps between their elements",
+            'use mode="exact"',
         )
     return made
 
