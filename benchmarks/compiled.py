@@ -1,6 +1,6 @@
 """Compiled code within budgets in bytes: tightship's compiled mode beside Inductor's own ways and eager.
 
-    python benchmarks/compiled.py [--model gpt,…] [--budgets 80%,60%,…] [--rounds 5] [--results FILE] [--json]
+    python benchmarks/compiled.py [--model gpt,…] [--budgets 80%,60%,…] [--rounds 5] [--cpu] [--results FILE] [--json]
     python benchmarks/compiled.py --bytes [--model gpt2-6,…] [--budgets 90%,80%,…] [--results FILE] [--json]
 
 A row for each model and way: the peak that was planned and the one that was measured (forward and backward pass,
@@ -10,7 +10,9 @@ checkpoint around each block; tightship exact; tightship compiled without a budg
 stock Inductor's peak. Each way runs beside stock Inductor in this process; steps are timed in turns. Models are
 made from configurations, with random weights. With ``--results`` each row is written to the file once it is there,
 and those that are in it are not run again. A budget called ``peers`` stands for the peak of each way beside
-tightship's compiled mode that no other beats in both bytes and time. With ``--bytes`` nothing is timed: ten models
+tightship's compiled mode that no other beats in both bytes and time; ``peer_ratio`` is the time of a step over that
+way's, in turns with it. With ``--cpu`` times are seconds of the processor, of all threads, which other work on the
+machine changes less. With ``--bytes`` nothing is timed: ten models
 at five budgets, each row in a process of its own, and the peers' peaks as replayed from what Inductor lowers at
 each value. A budget called ``least`` is the least peak that is found, which takes many candidates. Kernels come
 from Inductor's cache of C++ where it has them: empty ``TORCHINDUCTOR_CACHE_DIR`` for cold compile times.
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ from tightship.integrations.torch_compile import compiled_plans
 
 STOCK = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
 
+
+Clock = Callable[[], float]
 
 # --- ways ---
 
@@ -57,11 +62,11 @@ class Way:
         self.planned: int | None = None
         self.note = ""
 
-    def step(self) -> float:
+    def step(self, clock: Clock = time.perf_counter) -> float:
         self.model.zero_grad()
-        began = time.perf_counter()
+        began = clock()
         self.call(*self.batch).backward()
-        return time.perf_counter() - began
+        return clock() - began
 
     def prepare(self) -> None:
         """The first steps, and the peak of the last of them."""
@@ -136,52 +141,72 @@ def prepared(name: str, label: str, make: Make) -> Way:
     return way
 
 
-def row_of(name: str, way: Way, base: Way, rounds: int, peer: str | None = None) -> dict[str, Any]:
-    """The row of a way, timed in turns with stock Inductor's; ``peer`` is whose peak is the budget."""
-    row: dict[str, Any] = {"model": name, "way": way.name, "budget": way.budget, "peer": peer}
-    row |= dict.fromkeys(("planned_peak", "measured_peak", "time_ratio", "compile_ratio"))
+@dataclass(frozen=True)
+class Timing:
+    """How steps are timed: so many of each way, by that clock."""
+
+    rounds: int
+    clock: Clock
+
+    def ratio(self, way: Way, other: Way) -> float:
+        """The time of a way's step over another's, run in turns: medians."""
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(self.rounds):
+            times[0].append(way.step(self.clock))
+            times[1].append(other.step(self.clock))
+        return round(statistics.median(times[0]) / statistics.median(times[1]), 3)
+
+
+def row_of(name: str, way: Way, base: Way, timing: Timing, peer: Way | None = None) -> dict[str, Any]:
+    """The row of a way, timed in turns with stock Inductor's, and with that of ``peer``, whose peak is the budget."""
+    row: dict[str, Any] = {"model": name, "way": way.name, "budget": way.budget, "peer": peer and peer.name}
+    row |= dict.fromkeys(("planned_peak", "measured_peak", "time_ratio", "compile_ratio", "peer_ratio"))
     row |= {"note": way.note, "least": way.least, "load": round(os.getloadavg()[0], 1)}
     if way.note:
         return row
     if way is base:
         return row | {"measured_peak": way.peak, "time_ratio": 1.0, "compile_ratio": 1.0}
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        times[0].append(way.step())
-        times[1].append(base.step())
-    ratio = statistics.median(times[0]) / statistics.median(times[1])
     return row | {
-        "planned_peak": way.planned, "measured_peak": way.peak, "time_ratio": round(ratio, 3),
-        "compile_ratio": round(way.first / base.first, 3),
+        "planned_peak": way.planned, "measured_peak": way.peak, "time_ratio": timing.ratio(way, base),
+        "compile_ratio": round(way.first / base.first, 3), "peer_ratio": peer and timing.ratio(way, peer),
     }  # fmt: skip
 
 
 def rows_of(
-    name: str, budgets: Sequence[str], rounds: int, known: Sequence[dict[str, Any]], keep: Callable[..., None]
+    name: str,
+    budgets: Sequence[str],
+    timing: Timing,
+    known: Sequence[dict[str, Any]],
+    keep: Callable[..., None],
 ) -> list[dict[str, Any]]:
     """The rows of one model: those that are ``known``, and all others, each given to ``keep`` once it is there."""
     had = {r["way"]: r for r in known if r["model"] == name}
-    wanted = [REFERENCE, *(label for label, _ in ways(0, [b for b in budgets if b != PEERS]))]
+    makes = dict(ways(0, [b for b in budgets if b != PEERS]))
+    wanted = [REFERENCE, *makes]
     if PEERS not in budgets and all(label in had for label in wanted):
         return [had[label] for label in wanted]
     base = prepared(name, REFERENCE, lambda model: stock(model, 1.0))
     assert not base.note, base.note
-    if REFERENCE not in had:
-        had[REFERENCE] = row_of(name, base, base, rounds)
-        keep(had[REFERENCE])
-    for label, make in ways(base.peak, [b for b in budgets if b != PEERS]):
+    there = {REFERENCE: base}
+
+    def row(label: str, make: Make, peer: Way | None = None) -> None:
         if label not in had:
-            had[label] = row_of(name, prepared(name, label, make), base, rounds)
+            way = base if label == REFERENCE else prepared(name, label, make)
+            if PEERS in budgets and peer is None:
+                there[label] = way
+            had[label] = row_of(name, way, base, timing, peer)
             keep(had[label])
+
+    row(REFERENCE, lambda model: model)
+    for label, make in ways(base.peak, [b for b in budgets if b != PEERS]):
+        row(label, make)
     at_peers = []
-    if PEERS in budgets:
-        for peer in contested([had[label] for label in wanted]):
-            label = f"tightship compiled, as {peer['way']}"
-            at_peers.append(label)
-            if label not in had:
-                make = ours(mode="compiled", budget=peer["measured_peak"])
-                had[label] = row_of(name, prepared(name, label, make), base, rounds, peer["way"])
-                keep(had[label])
+    for rival in contested([had[label] for label in wanted]) if PEERS in budgets else []:
+        label = f"tightship compiled, as {rival['way']}"
+        at_peers.append(label)
+        if label not in had:
+            peer = there.get(rival["way"]) or prepared(name, rival["way"], makes[rival["way"]])
+            row(label, ours(mode="compiled", budget=rival["measured_peak"]), peer)
     return [had[label] for label in (*wanted, *at_peers)]
 
 
@@ -331,6 +356,7 @@ def main() -> None:
     )
     parser.add_argument("--budgets", default="90%%,80%%,70%%,60%%,50%%", help="of stock Inductor's peak")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
+    parser.add_argument("--cpu", action="store_true", help="seconds of the processor, not of the clock")
     parser.add_argument("--results", type=Path, metavar="FILE", help="file of rows, which is read first")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--bytes", action="store_true", help="time nothing: planned and measured peaks alone")
@@ -357,10 +383,11 @@ def main() -> None:
         if given.results is not None:
             write(given.results, row)
 
+    timing = Timing(given.rounds, time.process_time if given.cpu else time.perf_counter)
     if given.bytes:
         rows = [r for name in names for r in bytes_rows(name, budgets, known, keep)]
     else:
-        rows = [r for name in names for r in rows_of(name, budgets, given.rounds, known, keep)]
+        rows = [r for name in names for r in rows_of(name, budgets, timing, known, keep)]
     if given.json:
         print(json.dumps({"rows": rows}))
         return

@@ -95,6 +95,11 @@ class Budget:
         # Through the decimal text: 29% of 100 is 29, where the nearest binary fraction gives 28.
         return min(kept + math.floor(Fraction(str(self.fraction)) * (unplanned_peak - kept)), MAX_BYTES)
 
+    @property
+    def below_unplanned(self) -> bool:
+        """Whether it is a share of the unplanned peak that the unplanned step itself is not within."""
+        return self.fraction is not None and self.fraction < 1
+
     def __str__(self) -> str:
         if self.bytes is not None:
             return format_bytes(self.bytes)

@@ -47,7 +47,7 @@ from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import between_blocks
 from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
-from tightship.frontends.torch.compat_inductor import Lowered, Outdated
+from tightship.frontends.torch.compat_inductor import Lower, Lowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.given import each, independent
 from tightship.frontends.torch.optimizer.updates import Member, Updater, state_at
@@ -434,19 +434,21 @@ class _Compilation:
             raise Outdated("kept code is within another budget")
         return Candidate(graph, c.source, c.peak, c.peak, None, c.recomputed, c.seconds)
 
-    def choose(self, gm: GraphModule, lower: Callable[[GraphModule], Lowered]) -> GraphModule:
+    def choose(self, gm: GraphModule, lower: Lower) -> GraphModule:
         self.gm, self.lower = gm, lower
         static = self._static
         made_from = ("step", compat_inductor.digest(gm, ()), self.outputs, static, self.align, self._options)
         self.kept = KeptPartitions(folder_of(self.settings.measuring.get("cache", DEFAULT)), made_from)
         known = self.kept.read() if self.looks else None
-        first = None if known is not None else self.candidate(gm, _INDUCTOR)
+        within = self.settings.budget
+        likely = within is None or not within.below_unplanned
+        first = None if known is not None else self.candidate(gm, _INDUCTOR, likely=likely)
         self.unplanned = known[0] if known is not None else _unplanned(first)
         budget = self.budget = self.resolved(static, max(self.unplanned.peaks), self.beside)
         if known is not None and (row := known[1].get(str(budget))) is not None:
             self.best = self._again(row)
             return self.best.made
-        best = first or self.candidate(gm, _INDUCTOR)
+        best = first or self.candidate(gm, _INDUCTOR, likely=likely)
         if budget is not None and best.needed > budget:
             best = self._within(budget, static, best)
         self.best = best
@@ -478,11 +480,12 @@ class _Compilation:
         )
 
     def candidate(
-        self, gm: GraphModule, source: str, plan: Plan | None = None, *, share: float | None = None
-    ) -> Candidate[GraphModule]:
+        self, gm: GraphModule, source: str, plan: Plan | None = None, *, share: float | None = None,
+        likely: bool = True,
+    ) -> Candidate[GraphModule]:  # fmt: skip
         key = tuple(map(compat_inductor.origin, gm.graph.nodes))
         if key not in self.seen:
-            replay = self.replayed(self.lower(gm))
+            replay = self.replayed(self.lower(gm, likely=likely))
             self.count += 1
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1])

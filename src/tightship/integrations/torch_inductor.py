@@ -33,7 +33,7 @@ from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, Step
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, between_blocks, fuse
-from tightship.frontends.torch.compat_inductor import Lowered, Outdated, Pair
+from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, Outdated, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
 from tightship.integrations.torch_partition import (
@@ -226,9 +226,8 @@ def stock_peaks(gm: GraphModule, inputs: Sequence[Any], shares: Sequence[float])
     found: list[int] = []
 
     def partition(
-        joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int],
-        lower: Callable[[Pair], tuple[Lowered, Lowered]],
-    ) -> Pair:  # fmt: skip
+        joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], lower: LowerPair
+    ) -> Pair:
         search = _Search(compilation, joint, inputs, outputs, static, lower)
         found.extend(search.stock(share).peak for share in shares)
         raise compat_inductor.Stopped
@@ -295,9 +294,8 @@ class _Compilation:
     # --- what Inductor asks and what it has made ---
 
     def partition(
-        self, joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int],
-        lower: Callable[[Pair], tuple[Lowered, Lowered]],
-    ) -> Pair:  # fmt: skip
+        self, joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], lower: LowerPair
+    ) -> Pair:
         if self.shares.ledger.budget is None:  # it is taken as it is, and replayed as it is compiled
             pair = compat_inductor.stock_pair(joint, inputs, outputs, static, 1.0)
             chosen = self._chosen(pair, Unplanned(0, (), 0, (), 0), None, source=_STOCK)
@@ -427,7 +425,7 @@ class _Search:
 
     def __init__(
         self, owner: _Compilation, joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int],
-        lower: Callable[[Pair], tuple[Lowered, Lowered]],
+        lower: LowerPair,
     ) -> None:  # fmt: skip
         self.owner, self.joint, self.inputs, self.outputs, self.lower = owner, joint, inputs, outputs, lower
         self.fixed = static
@@ -448,7 +446,9 @@ class _Search:
 
     def run(self) -> Candidate[Pair]:
         known = self.kept.read() if self.owner.kept else None
-        first = self.stock(1.0) if known is None else None
+        within = self.owner.shares.ledger.budget
+        likely = within is None or not within.below_unplanned
+        first = self.stock(1.0, likely=likely) if known is None else None
         self.unplanned = known[0] if known is not None else _unplanned(first)
         static, peak = self.unplanned.static, max(self.unplanned.peaks)
         budget = self.owner.shares.limit(static, peak - static, self.unplanned.handed[0], training=True)
@@ -456,7 +456,7 @@ class _Search:
         if known is not None and (chosen := known[1].get(str(budget))) is not None:
             return self.again(chosen)
         if first is None:
-            first = self.stock(1.0)
+            first = self.stock(1.0, likely=likely)
         best = first if budget is None or first.needed <= budget else self.within(budget, static, first)
         row = Partition(
             best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
@@ -535,8 +535,8 @@ class _Search:
 
     # --- candidates ---
 
-    def stock(self, share: float) -> Candidate[Pair]:
-        return self.lowered(self.stock_pair(share), share)
+    def stock(self, share: float, *, likely: bool = True) -> Candidate[Pair]:
+        return self.candidate(self.stock_pair(share), source_of(share), share=share, likely=likely)
 
     def stock_pair(self, share: float) -> Pair:
         pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
@@ -577,11 +577,17 @@ class _Search:
         return (0, 0.0) if self.model is None else self.model.recompute_time(pair)
 
     def candidate(
-        self, pair: Pair, source: str, *, share: float | None = None, plan: Plan | None = None
+        self,
+        pair: Pair,
+        source: str,
+        *,
+        share: float | None = None,
+        plan: Plan | None = None,
+        likely: bool = True,
     ) -> Candidate[Pair]:
         key = tuple(pair.saved), tuple(map(compat_inductor.origin, pair.backward.graph.nodes))
         if key not in self.seen:
-            forward, backward = self.lower(pair)
+            forward, backward = self.lower(pair, likely=likely)
             self.count += 1
             replay = self.owner.step(pair, forward, backward).replay(self.owner.measured, self.owner.align)
             peak = max(replay.peaks)

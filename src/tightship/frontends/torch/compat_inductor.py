@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
@@ -25,11 +24,10 @@ from tightship.frontends.torch.compat_inductor_caches import (
     Code,
     Outdated,
     caches,
-    forget_strides,
     kept_lines,
-    named,
     partitioner,
 )  # fmt: skip
+from tightship.frontends.torch.compat_inductor_code import Ahead, Stopped, compiled_pass, lines_of
 from tightship.frontends.torch.compat_inductor_convolutions import lean_convolutions
 from tightship.frontends.torch.compat_inductor_lines import (
     AS_IT_IS,
@@ -39,11 +37,9 @@ from tightship.frontends.torch.compat_inductor_lines import (
     Kernel,
     Lowered,
     calls_others,
-    read_lines,
 )
 from tightship.frontends.torch.compat_inductor_partitions import (
     Pair,
-    as_planned,
     copied,
     digest,
     draws,
@@ -70,6 +66,8 @@ __all__ = [
     "Code",
     "Event",
     "Kernel",
+    "Lower",
+    "LowerPair",
     "Lowered",
     "Outdated",
     "Pair",
@@ -104,8 +102,9 @@ _LEANED_ON: Final = {
         "create_compiler_config_extra", "get_num_model_outputs",
     ),
     "torch._inductor.config": (
-        "allow_buffer_reuse", "cpp_wrapper", "custom_partitioner_fn", "fx_graph_cache", "fx_wrapper",
-        "graph_partition", "inplace_buffers", "layout_optimization", "memory_planning", "post_grad_custom_pre_pass",
+        "allow_buffer_reuse", "cpp_wrapper", "custom_partitioner_fn", "force_disable_caches", "fx_graph_cache",
+        "fx_wrapper", "graph_partition", "inplace_buffers", "layout_optimization", "memory_planning",
+        "post_grad_custom_pre_pass",
     ),
     "torch._inductor.decomposition": ("select_decomp_table",),
     "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn", "get_custom_graph_passes",),
@@ -114,6 +113,7 @@ _LEANED_ON: Final = {
         "GraphLowering.decide_layout_opt", "GraphLowering.find_nodes_prefer_channels_last", "GraphLowering.run_node",
     ),
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
+    "torch._inductor.codecache": ("PyCodeCache.load_by_key_path",),
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal",),
     "torch._inductor.codegen.cpp": (
         "CppKernelProxy.codegen_functions", "CppScheduling.codegen_node", "CppScheduling.kernel_proxy_cls",
@@ -193,93 +193,6 @@ def _has(module: str, name: str) -> bool:
     return True
 
 
-# --- hooks into a compilation ---
-
-
-class Stopped(BaseException):
-    """Ends a compilation where no more is wanted; no ``Exception``, which Inductor would wrap."""
-
-
-@dataclass
-class _Recorder:
-    stop: bool
-    found: list[Lowered] = field(default_factory=list)
-
-
-_recorders: list[_Recorder] = []
-
-
-def _wrapper_class() -> Any:
-    """Inductor's class that writes the calls of kernels, which tells the recorder what it has planned."""
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    class Wrapper(PythonWrapperCodegen):
-        @staticmethod
-        def create(is_subgraph: bool, *args: Any, **kwargs: Any) -> Any:
-            if is_subgraph:
-                raise Unsupported("a graph within the graph in compiled mode", "its lines are not replayed")
-            return Wrapper()
-
-        def run_wrapper_ir_passes(self, is_inference: bool) -> None:
-            super().run_wrapper_ir_passes(is_inference)
-            recorder = _recorders[-1]
-            recorder.found.append(read_lines(self))
-            if recorder.stop:
-                raise Stopped
-
-    return Wrapper
-
-
-def _choices_class() -> Any:
-    """Inductor's class that chooses what to fuse. Kernels that only share what they read are computed together, where
-    the first of them is: of a planned pass only where the plan has nothing in between, or memory is taken too
-    early."""
-    from torch._inductor.choices import InductorChoices
-
-    class Choices(InductorChoices):
-        @staticmethod
-        def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            first, second = _segments(node1), _segments(node2)
-            if first and second and first != second:
-                return False
-            return bool(InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
-
-    return Choices
-
-
-def _segments(node: Any) -> set[int]:
-    """The last segment of each buffer that a scheduler's node makes."""
-    found = set()
-    for part in node.get_nodes():
-        origins = part.node.get_origins() if part.node is not None else ()
-        found.add(max((n.meta[SEGMENT] for n in origins if SEGMENT in n.meta), default=-1))
-    return found - {-1}
-
-
-@contextmanager
-def _recording(*, stop: bool) -> Iterator[_Recorder]:
-    """Inductor writes with `_wrapper_class` inside, on every device."""
-    from torch._inductor.codegen import common
-    from torch._inductor.virtualized import V
-
-    common.init_backend_registration()
-    before = dict(common.device_codegens)
-    wrapper = _wrapper_class()
-    for device, codegen in before.items():
-        if device in ("cpu", "cuda"):
-            common.device_codegens[device] = common.DeviceCodegen(
-                codegen.scheduling, wrapper, codegen.cpp_wrapper_codegen, codegen.fx_wrapper_codegen
-            )
-    _recorders.append(_Recorder(stop))
-    try:
-        with V.set_choices_handler(_choices_class()()):
-            yield _recorders[-1]
-    finally:
-        _recorders.pop()
-        common.device_codegens.clear()
-        common.device_codegens.update(before)
-
-
 # --- lowering and compiling ------------------------------------------------------------------------------------
 
 
@@ -290,114 +203,58 @@ class Partition(Protocol):
         inputs: Any,
         outputs: int,
         static: Sequence[int],
-        lower: Callable[[Pair], Any],
+        lower: LowerPair,
     ) -> Pair: ...
+
+
+class LowerPair(Protocol):
+    """What both passes are lowered to. ``likely`` as in `Lower`."""
+
+    def __call__(self, pair: Pair, *, likely: bool = True) -> tuple[Lowered, Lowered]: ...
 
 
 Finished = Callable[[str, Lowered | None, Callable[[list[Any]], Any]], Callable[[list[Any]], Any]]
 
 
 def lower(
-    pair: Pair, static: Sequence[int] = (), *, orig_outputs: int, orig_inputs: int
+    pair: Pair, static: Sequence[int] = (), *, orig_outputs: int, orig_inputs: int, ahead: Ahead | None = None
 ) -> tuple[Lowered, Lowered]:
     """Both graphs of ``pair``, lowered as `compile_graph` would; no kernel is built, and the graphs stay as they
-    are. Inside of a compilation only."""
+    are. Inside of a compilation only. ``ahead`` as in `lines_of`."""
     from torch._inductor import compile_fx
 
     made: list[Lowered] = []
     extra = compile_fx.create_compiler_config_extra(pair.forward)
     inputs = [n.meta.get("val") for n in pair.forward.graph.find_nodes(op="placeholder")]
     gm = copied(pair.forward)
-    with _stopping(made), _foreseen(pair, static), as_planned(pair.forward, backward=False):
+    with _stopping(made, "forward", ahead) as inner, _foreseen(pair, static):
         compile_fx.compile_fx_forward(
             gm, inputs, num_orig_model_outputs=orig_outputs, num_example_inputs=orig_inputs,
-            compiler_config_extra=extra, inner_compile=compile_fx.compile_fx_inner,
+            compiler_config_extra=extra, inner_compile=inner,
         )  # fmt: skip
-    with _stopping(made), _foreseen(pair, static), as_planned(pair.backward, backward=True):
+    with _stopping(made, "backward", ahead) as inner, _foreseen(pair, static):
         compile_fx.compile_fx_backward(
-            copied(pair.backward), _restrided(pair, made[0]), compiler_config_extra=extra,
-            inner_compile=compile_fx.compile_fx_inner,
-        )  # fmt: skip
+            copied(pair.backward), _restrided(pair, made[0]), compiler_config_extra=extra, inner_compile=inner
+        )
     forward, backward = made
     return forward, backward
 
 
 @contextmanager
-def _scalar_kernels() -> Iterator[None]:
-    """Inside, C++ is written for one kind of each kernel, the first, without its loops: what buffers it needs is
-    decided there. Its vectorized kinds take as long again and change nothing of that, but for how loops are tiled:
-    those fused on the outside are compared by it."""
-    from torch._inductor import config
-    from torch._inductor.codegen.cpp import (
-        CppKernelProxy,
-        CppScheduling,
-        KernelGroup,
-        OuterLoopFusedSchedulerNode,
-        TilingSelect,
-    )  # fmt: skip
+def _stopping(made: list[Lowered], kind: str, ahead: Ahead | None) -> Iterator[Callable[..., Any]]:
+    """What is called inside in the place of Inductor's inner compiler: it adds a pass's lines, and ends there."""
 
-    whole, finalize = CppScheduling.codegen_node, KernelGroup.finalize_kernel
+    def inner(graph: GraphModule, inputs: Sequence[Any], **more: Any) -> Any:
+        lines = lines_of(graph, inputs, more, kind, ahead)
+        if lines is None:
+            raise Unsupported(
+                "a pass that computes nothing", "there is nothing to lower", "use Inductor for it"
+            )
+        made.append(lines)
+        raise Stopped
 
-    class Scalar(CppKernelProxy):
-        def codegen_functions(self, fn_list: Any, var_sizes_list: Any) -> None:
-            self.picked_vec_isa = None
-            super().codegen_functions(fn_list, var_sizes_list)
-
-    class Tiled(CppKernelProxy):
-        def codegen_functions(self, fn_list: Any, var_sizes_list: Any) -> None:
-            vectorized = bool(getattr(self, "picked_vec_isa", None))
-            self.picked_vec_isa = None
-            super().codegen_functions(fn_list, var_sizes_list)
-            if vectorized and self.itervars:
-                with config.patch(inplace_buffers=False):
-                    factors, levels, _ = TilingSelect().select_tiling(fn_list, var_sizes_list)
-                for level in levels:
-                    self.loop_nest.tile(level, factor=factors[0])
-
-    def codegen_node(self: Any, node: Any) -> None:
-        self.kernel_proxy_cls = Tiled if isinstance(node, OuterLoopFusedSchedulerNode) else Scalar
-        try:
-            whole(self, node)
-        finally:
-            del self.kernel_proxy_cls
-
-    def finalize_kernel(self: Any, _kernel: Any, nodes: Any) -> None:
-        self.scheduled_nodes += nodes
-
-    CppScheduling.codegen_node, KernelGroup.finalize_kernel = codegen_node, finalize_kernel
-    try:
-        yield
-    finally:
-        CppScheduling.codegen_node, KernelGroup.finalize_kernel = whole, finalize
-
-
-@contextmanager
-def _lowering_alone() -> Iterator[_Recorder]:
-    """Inside, Inductor ends where it would write kernels."""
-    from torch._inductor import config
-
-    recording = _recording(stop=True)
-    with config.patch(fx_graph_cache=False), _scalar_kernels(), recording as recorder, suppress(Stopped):
-        yield recorder
-
-
-@contextmanager
-def _stopping(made: list[Lowered]) -> Iterator[None]:
-    from torch._inductor import config
-
-    recording = _recording(stop=True)
-    with (
-        config.patch(fx_graph_cache=False),
-        torch.no_grad(),
-        torch._C._DisableAutocast(),
-        _scalar_kernels(),
-        recording as recorder,
-        suppress(Stopped),
-    ):
-        yield
-    if not recorder.found:
-        raise Unsupported("a pass that computes nothing", "there is nothing to lower", "use Inductor for it")
-    made.extend(recorder.found)
+    with torch.no_grad(), torch._C._DisableAutocast(), suppress(Stopped):
+        yield inner
 
 
 @contextmanager
@@ -461,11 +318,15 @@ def compile_graph(
         raise _refused("custom_partitioner_fn", "what is saved and what is recomputed is the plan")
     orig = (compile_fx.get_num_model_outputs(gm), len(inputs))
 
+    ahead = None if code is None else Ahead(code)
+
     def cut(joint: GraphModule, joint_inputs: Sequence[Any], **more: Any) -> Any:
         static = tuple(more.get("static_lifetime_input_indices") or ())
 
-        def lowered(pair: Pair) -> tuple[Lowered, Lowered]:
-            return lower(pair, static, orig_outputs=orig[0], orig_inputs=orig[1])
+        def lowered(pair: Pair, *, likely: bool = True) -> tuple[Lowered, Lowered]:
+            return lower(
+                pair, static, orig_outputs=orig[0], orig_inputs=orig[1], ahead=ahead if likely else None
+            )
 
         pair = partition(joint, joint_inputs, int(more["num_fwd_outputs"]), static, lowered)
         return pair.forward, pair.backward
@@ -476,7 +337,7 @@ def compile_graph(
         kind = (
             "backward" if more.get("is_backward") else "inference" if more.get("is_inference") else "forward"
         )
-        made, lowered = _made(graph, example_inputs, more, kind, code)
+        made, lowered = compiled_pass(graph, example_inputs, more, kind, code, ahead)
         made_here.append(made)
         if lowered is None or not hasattr(made, "current_callable"):
             return _boxed(finished(kind, None, made))
@@ -493,36 +354,6 @@ def compile_graph(
             lowered = kept_lines(graph, kind, code)
             graph.current_callable = finished(kind, lowered, graph.current_callable)
     return made
-
-
-def _made(
-    graph: GraphModule, inputs: Sequence[Any], more: dict[str, Any], kind: str, code: Code | None
-) -> tuple[Any, Lowered | None]:
-    """A pass compiled by Inductor, or from its cache, with its lines."""
-    from torch._inductor import compile_fx, config
-    from torch._inductor.custom_graph_pass import get_custom_graph_passes
-
-    before = get_custom_graph_passes(config.post_grad_custom_pre_pass)
-    key = None
-    for cached in (code is not None and bool(config.fx_graph_cache), False):
-        own: dict[str, Any] = {"fx_graph_cache": cached, "custom_partitioner_fn": None}
-        if cached and code is not None:
-            own["post_grad_custom_pre_pass"] = [*before, named(graph, code.version)]
-        settings = as_planned(graph, backward=kind == "backward", **own)
-        with settings, _recording(stop=False) as recorder:
-            made = compile_fx.compile_fx_inner(graph, inputs, **more)
-        key = key or getattr(made, "_fx_graph_cache_key", None)
-        if recorder.found:
-            if code is not None and key is not None:
-                made._fx_graph_cache_key = key
-                code.keep_lines(kind, key, recorder.found[0])
-            return made, recorder.found[0]
-        if key is None or code is None:
-            return made, None
-        with suppress(Outdated):
-            return made, kept_lines(made, kind, code)
-        forget_strides()
-    raise AssertionError
 
 
 # --- lines alone -------------------------------------------------------------------------------------------------
@@ -544,13 +375,11 @@ def dry_graph(gm: GraphModule, inputs: Sequence[Any], emulated: Emulated) -> Cal
         kind = (
             "backward" if more.get("is_backward") else "inference" if more.get("is_inference") else "forward"
         )
-        shown, made = copied(graph), None
-        with _lowering_alone() as recorder:
-            made = compile_fx.compile_fx_inner(graph, example_inputs, **more)
-        if not recorder.found:
-            return made
-        _tell_strides(recorder.found[0])
-        run = emulated(kind, recorder.found[0], shown)
+        lines = lines_of(graph, example_inputs, more, kind)
+        if lines is None:
+            return compile_fx.compile_fx_inner(graph, example_inputs, **more)
+        _tell_strides(lines)
+        run = emulated(kind, lines, graph)
         return _boxed(lambda args: run(args))
 
     with caches(config.custom_partitioner_fn, None, force_non_lazy_backward_lowering=True):
@@ -597,7 +426,11 @@ def compiled_calls(model: torch.nn.Module, backend: Callable[..., Any]) -> Itera
 # --- a graph without a backward pass of its own ----------------------------------------------------------------
 
 
-Lower = Callable[[GraphModule], Lowered]
+class Lower(Protocol):
+    """What a graph is lowered to. ``likely``: it may well be the one that is compiled, so that its code is written,
+    too."""
+
+    def __call__(self, graph: GraphModule, *, likely: bool = True) -> Lowered: ...
 
 
 def compile_flat(
@@ -614,15 +447,16 @@ def compile_flat(
 
     found: list[Any] = []
 
-    def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
-        def lowered(candidate: GraphModule) -> Lowered:
-            with _lowering_alone() as recorder, as_planned(candidate, backward=False):
-                compile_fx.compile_fx_inner(copied(candidate), example_inputs, **more)
-            if not recorder.found:
-                raise Unsupported("a step that computes nothing", "there is nothing to lower")
-            return recorder.found[0]
+    def inner(given: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
+        ahead = None if code is None else Ahead(code)
 
-        made, lines = _made(copied(choose(graph, lowered)), example_inputs, more, "step", code)
+        def lowered(graph: GraphModule, *, likely: bool = True) -> Lowered:
+            lines = lines_of(graph, example_inputs, more, "step", ahead if likely else None)
+            if lines is None:
+                raise Unsupported("a step that computes nothing", "there is nothing to lower")
+            return lines
+
+        made, lines = compiled_pass(choose(given, lowered), example_inputs, more, "step", code, ahead)
         found[:] = [made.current_callable, lines]
         return made
 
