@@ -645,6 +645,46 @@ def test_a_second_start_of_a_step_chooses_nothing_and_a_file_that_does_not_hold_
     assert counted
 
 
+@pytest.mark.slow
+def test_what_a_refusal_reached_is_taken_at_once(tmp_path, monkeypatch):
+    model = net(3, 32)
+    with pytest.raises(errors.Infeasible) as found:
+        fit(
+            model,
+            loss,
+            sgd(model),
+            data(512, 32),
+            1024,
+            work=1_000_000,
+            **{**OPTIONS, "cache": str(tmp_path)},
+        )
+    least = found.value.best_peak
+    for budget in (least, least + 64):
+        step = fit(
+            model, loss, sgd(model), data(512, 32), budget, work=1_000_000,
+            **{**OPTIONS, "cache": str(tmp_path)},
+        )  # fmt: skip
+        train(step, 1, 512, 32)
+        assert as_planned(step)
+        assert step.measure()["measured_peak"] <= budget
+
+
+@pytest.mark.parametrize("budget", ["80%", 10**7])
+def test_what_is_chosen_was_written_as_a_candidate(tmp_path, monkeypatch, budget):
+    from torch._inductor import compile_fx
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    made, whole = [], compile_fx.fx_codegen_and_compile
+    monkeypatch.setattr(
+        compile_fx, "fx_codegen_and_compile", lambda *a, **k: made.append(1) or whole(*a, **k)
+    )
+    model = net(3, 32)
+    step = fit(model, loss, sgd(model), data(512, 32), budget, **{**OPTIONS, "cache": str(tmp_path)})
+    train(step, 1, 512, 32)
+    assert as_planned(step)
+    assert len(made) == step.plan.lowered
+
+
 @pytest.mark.parametrize("budget", [None, "80%"])
 def test_the_next_process_compiles_nothing_of_a_step(tmp_path, monkeypatch, budget):
     from torch._inductor import compile_fx

@@ -634,6 +634,47 @@ def test_a_second_start_chooses_nothing_and_a_file_that_does_not_hold_is_made_ag
     assert not lowerings
 
 
+@pytest.mark.slow
+def test_what_a_refusal_reached_is_taken_at_once(tmp_path, monkeypatch):
+    model, x = wide(2, dropout=0.0), rows(256)
+    with pytest.raises(errors.Infeasible) as found:
+        step(compiled(model, budget=1024, cache=str(tmp_path)), model, x)
+    least, lowerings = found.value.best_peak, []
+    lower = compat_inductor.lower
+    monkeypatch.setattr(compat_inductor, "lower", lambda *a, **k: lowerings.append(1) or lower(*a, **k))
+    for budget in (least, least + 64):
+        torch._dynamo.reset()
+        call = compiled(model, budget=budget, cache=str(tmp_path))
+        step(call, model, x)
+        (graph,) = compiled_plans(call)
+        assert graph.last.measured_peak == graph.plan.peak <= budget
+        if budget == least:
+            assert not lowerings
+
+
+@pytest.mark.parametrize("inductor_keeps", [True, False])
+@pytest.mark.parametrize("budget", ["93%", 10**7])
+def test_what_is_chosen_was_written_as_a_candidate(tmp_path, monkeypatch, budget, inductor_keeps):
+    from torch._inductor import compile_fx
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    written, whole = [], compile_fx.fx_codegen_and_compile
+
+    def counted(*args, **more):
+        written.append(1)
+        return whole(*args, **more)
+
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", counted)
+    model, x = wide(2, dropout=0.0), rows(256)
+    call = compiled(model, budget=budget, cache=str(tmp_path))
+    with torch._inductor.config.patch(fx_graph_cache=inductor_keeps):
+        step(call, model, x)
+    (graph,) = compiled_plans(call)
+    assert graph.last.measured_peak == graph.plan.peak
+    again = 0 if inductor_keeps else 2  # without Inductor's cache both passes are written again
+    assert len(written) == 2 * graph.plan.lowered + again
+
+
 # --- compiled code that is kept ---
 
 

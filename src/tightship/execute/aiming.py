@@ -17,6 +17,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from tightship import simulate
 from tightship.errors import Infeasible
+from tightship.execute.cache import Partition, partition_plan
 from tightship.execute.compiled import StepReplay
 from tightship.frontends.torch.capture.fused import with_workspaces
 from tightship.graph import Graph
@@ -25,7 +26,7 @@ from tightship.plan import Plan
 from tightship.planners import default
 from tightship.planners.evict.problem import EvictionProblem
 
-__all__ = ["STOCK", "Aim", "Candidate", "Model", "Seeds", "fastest", "source_of"]
+__all__ = ["STOCK", "Aim", "Candidate", "Model", "Seeds", "fastest", "row_of", "source_of"]
 
 FEW = 5
 """Candidates that are lowered at first, at most: with one lesson that is nearly always enough."""
@@ -74,6 +75,13 @@ class Candidate(Generic[T]):
     def workspaces(self) -> dict[str, int]:
         """Of kernels of somebody else's, by node, where it was replayed."""
         return {} if self.replay is None else self.replay.workspaces()
+
+
+def row_of(c: Candidate[Any], lowered: int, *, lean: bool = False) -> Partition:
+    """A candidate as it is kept; so many were ``lowered`` until it was found."""
+    return Partition(
+        c.source, c.share, partition_plan(c.plan), c.peak, c.needed, c.recomputed, c.seconds, lowered, lean
+    )
 
 
 class Seeds(Protocol[T]):

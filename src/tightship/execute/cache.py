@@ -487,6 +487,19 @@ class KeptPartitions:
         rows = {**({} if known is None else known[1]), str(budget): chosen}
         write_kept(self._path, to_json(_PartitionFile(self._key, unplanned, rows)))
 
+    def reached(self, unplanned: Unplanned, least: Partition) -> None:
+        """Adds the least that was found where nothing was within the budget: it is what a budget of so many bytes
+        gets."""
+        known = self.read()
+        if known is None or str(least.needed) not in known[1]:
+            self.keep(unplanned, least.needed, least)
+
+    def within(self, budget: int) -> Partition | None:
+        """The fastest of what was found for other budgets that is within this one, too."""
+        known = self.read()
+        fits = [] if known is None else [row for row in known[1].values() if row.needed <= budget]
+        return min(fits, key=lambda row: (row.seconds, row.needed), default=None)
+
     def forget(self) -> None:
         """Removes what does not hold any more."""
         if self._path is not None:

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, source_of
+from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, row_of, source_of
 from tightship.execute.binding import Binding
 from tightship.execute.cache import (
     DEFAULT,
@@ -32,7 +32,6 @@ from tightship.execute.cache import (
     Partition,
     Unplanned,
     folder_of,
-    partition_plan,
     plan_of,
 )
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
@@ -450,13 +449,17 @@ class _Compilation:
             return self.best.made
         best = first or self.candidate(gm, _INDUCTOR, likely=likely)
         if budget is not None and best.needed > budget:
-            best = self._within(budget, static, best)
+            try:
+                best = self._within(budget, static, best)
+            except Infeasible:
+                if self.looks and (row := self.kept.within(budget)) is not None:
+                    self.best = self._again(row)
+                    return self.best.made
+                least = min(self.seen.values(), key=lambda c: c.needed)
+                self.kept.reached(self.unplanned, row_of(least, self.count))
+                raise
         self.best = best
-        row = Partition(
-            best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
-            self.count,
-        )  # fmt: skip
-        self.kept.keep(self.unplanned, budget, row)
+        self.kept.keep(self.unplanned, budget, row_of(best, self.count))
         return best.made
 
     def _again(self, row: Partition) -> Candidate[GraphModule]:

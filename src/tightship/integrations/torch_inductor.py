@@ -27,8 +27,8 @@ from torch.fx import GraphModule
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, source_of
-from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, partition_plan, plan_of
+from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, row_of, source_of
+from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, plan_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
@@ -431,6 +431,7 @@ class _Search:
         self.fixed = static
         self.dead = 0  # in a lean graph: bytes for which a kernel ends
         self.leaned = False  # whether the lean graph was searched
+        self.lean_search: _Search | None = None
         self.count = 0
         self.notes: list[str] = []
         self.seen: dict[Hashable, Candidate[Pair]] = {}
@@ -457,13 +458,25 @@ class _Search:
             return self.again(chosen)
         if first is None:
             first = self.stock(1.0, likely=likely)
-        best = first if budget is None or first.needed <= budget else self.within(budget, static, first)
-        row = Partition(
-            best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
-            self.count, self.leaned,
-        )  # fmt: skip
-        self.kept.keep(self.unplanned, budget, row)
+        best = first
+        if budget is not None and first.needed > budget:
+            try:
+                best = self.within(budget, static, first)
+            except Infeasible:
+                if self.owner.kept and (row := self.kept.within(budget)) is not None:
+                    self.notes[:] = [n for n in self.notes if n != _LEAN]
+                    return self.again(row)
+                self.kept.reached(self.unplanned, self.least_row())
+                raise
+        self.kept.keep(self.unplanned, budget, row_of(best, self.count, lean=self.leaned))
         return best
+
+    def least_row(self) -> Partition:
+        """The least that was found, of this graph or of the lean one."""
+        searches = [self, *([] if self.lean_search is None else [self.lean_search])]
+        found = [(c.needed, k, c) for k, one in enumerate(searches) for c in one.seen.values()]
+        _, k, least = min(found, key=lambda row: row[:2])
+        return row_of(least, self.count, lean=k > 0)
 
     def again(self, chosen: Partition) -> Candidate[Pair]:
         """A candidate that was chosen in an earlier run. Raises ``Outdated`` where it is not this graph's."""
@@ -523,7 +536,7 @@ class _Search:
         beyond = simulate.replay(graph, simulate.baseline(graph)).peak - graph.static_bytes
         lean.dead = max(beyond // _DEAD, 1)
         self.notes.append(_LEAN)
-        self.leaned, lean.notes = True, self.notes
+        self.leaned, lean.notes, self.lean_search = True, self.notes, lean
         return lean
 
     def search(self, budget: int, static: int, first: Candidate[Pair]) -> Candidate[Pair]:

@@ -244,8 +244,10 @@ def lower(
 @contextmanager
 def _stopping(made: list[Lowered], kind: str, ahead: Ahead | None) -> Iterator[Callable[..., Any]]:
     """What is called inside in the place of Inductor's inner compiler: it adds a pass's lines, and ends there."""
+    from torch._inductor.decomposition import select_decomp_table
 
     def inner(graph: GraphModule, inputs: Sequence[Any], **more: Any) -> Any:
+        more = {"get_decomp_fn": select_decomp_table, **more}  # as it says itself, or keys are others
         lines = lines_of(graph, inputs, more, kind, ahead)
         if lines is None:
             raise Unsupported(
