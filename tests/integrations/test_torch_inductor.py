@@ -932,7 +932,7 @@ def test_levels_are_what_is_in_use_while_each_is_made():
 def test_a_kernel_is_measured_once_with_its_own_workspace():
     calls = []
 
-    def prepare(_number):
+    def prepare(_number, _index):
         calls.append(1)
         x = torch.ones(64, 64)
         return lambda: (torch.relu(x @ x), x)  # the product is gone when the kernel returns
@@ -957,7 +957,7 @@ def test_a_kernel_is_measured_once_with_its_own_workspace():
 
 
 def test_a_kernel_that_does_not_run_by_itself_is_refused():
-    def prepare(_number):
+    def prepare(_number, _index):
         return lambda: torch.ones(2) @ torch.ones(3)
 
     with pytest.raises(errors.Unsupported, match="does not run on tensors like those of the step"):
@@ -969,7 +969,7 @@ class Strange:
 
 
 def test_a_kernel_that_takes_no_zeros_is_measured_on_other_numbers():
-    def prepare(number):
+    def prepare(number, _index):
         p = torch.full((4, 16), number)
         return lambda: torch.multinomial(p, 2)
 

@@ -284,6 +284,7 @@ class _Compilation:
 
     def step(self, pair: Pair, forward: Lowered, backward: Lowered) -> LoweredStep:
         """The step with ``pair`` lowered so."""
+        pair = compat_inductor.without_tokens(pair)
         tangents = [
             aligned(t.untyped_storage().nbytes(), self.align)
             for n in pair.backward.graph.find_nodes(op="placeholder")[len(pair.saved) :]

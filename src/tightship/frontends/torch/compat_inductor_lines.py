@@ -24,11 +24,12 @@ __all__ = ["AS_IT_IS", "LEAN", "ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered"
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel that Inductor calls and has not written: it may ask for memory by itself. ``key`` is equal for calls
-    that ask the same; ``prepare`` makes tensors like its inputs, ``nbytes`` of them, filled with zeros (floats with
-    the number it gets), and returns the call on them. ``foreign``: the op, where it is none of PyTorch's."""
+    that ask the same; ``prepare`` makes tensors like its inputs, ``nbytes`` of them, filled with the number that it
+    gets for floats and the one for all others, and returns the call on them. ``foreign``: the op, where it is none
+    of PyTorch's."""
 
     key: str
-    prepare: Callable[[float], Callable[[], Any]]
+    prepare: Callable[[float, int], Callable[[], Any]]
     nbytes: int = 0
     foreign: str = ""
 
@@ -318,8 +319,8 @@ def _kernel(node: Any) -> Kernel:
     name = str(getattr(node, "op_overload", None) or node.get_kernel_name())
     call = _callable(node)
 
-    def prepare(number: float) -> Callable[[], Any]:
-        a, k = _sampled(args, number), _sampled(kwargs, number)
+    def prepare(number: float, index: int) -> Callable[[], Any]:
+        a, k = _sampled(args, number, index), _sampled(kwargs, number, index)
         return lambda: call(*a, **k)
 
     nbytes = sum(like.nbytes for like in _likes((args, kwargs)))
@@ -352,20 +353,20 @@ def _constant(x: Any) -> Any:
     return x
 
 
-def _sampled(tree: Any, number: float) -> Any:
-    """Zero is an index that every op takes; a probability may have to be more."""
+def _sampled(tree: Any, number: float, index: int) -> Any:
+    """Zero is an index that nearly every op takes; a probability may have to be more."""
     if isinstance(tree, _Like):
         new = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
-        new.fill_(number if new.is_floating_point() else 0)
+        new.fill_(number if new.is_floating_point() else index)
         for view in tree.lazily:
             new = getattr(torch.ops.aten, view).default(new)
         return new
     if tree is _RANDOM_STATE:
         return torch.get_rng_state()
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_sampled(x, number) for x in tree)
+        return type(tree)(_sampled(x, number, index) for x in tree)
     if isinstance(tree, dict):
-        return {k: _sampled(x, number) for k, x in tree.items()}
+        return {k: _sampled(x, number, index) for k, x in tree.items()}
     return tree
 
 
