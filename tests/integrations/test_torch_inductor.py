@@ -198,6 +198,28 @@ def test_the_optimizer_has_its_part_of_the_budget():
 
 
 @pytest.mark.slow
+def test_an_infeasible_budget_of_a_step_says_what_the_optimizer_takes_of_it(monkeypatch):
+    def nothing(*_args):
+        raise errors.Infeasible(budget=1000, lower_bound=500, best_peak=2000, compiled=True)
+
+    monkeypatch.setattr("tightship.integrations.torch_compile.compile_within", nothing)
+    model = wide()
+    optimizer = torch.optim.AdamW(model.parameters())
+    call = compiled(model, budget=10**6, optimizer=optimizer)
+    with pytest.raises(errors.Infeasible, match=r"of the whole step's budget of .* left: state of AdamW "):
+        call(torch.randn(8, 32))
+
+
+def test_a_share_of_a_step_that_is_not_known_yet_holds_nothing_which_is_said():
+    model = nn.Linear(16, 4).eval()
+    call = compiled(model, budget="50%", cache=None)
+    with torch.no_grad():
+        call(batch())
+    (graph,) = compiled_plans(call)
+    assert graph.plan.budget is None
+    assert any("is not held to it" in note for note in graph.notes)
+
+
 def test_a_second_forward_pass_before_the_backward_pass_runs_outside_the_arena_and_says_so():
     model, x = deep(2, dropout=0.0), batch()
     call = compiled(model, strict=False)

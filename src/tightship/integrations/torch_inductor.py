@@ -37,6 +37,7 @@ from tightship.frontends.torch.compat_inductor import Lowered, Outdated, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
 from tightship.integrations.torch_partition import (
+    NOT_HELD,
     RETAINED,
     CompileOptions,
     FrameArena,
@@ -359,6 +360,8 @@ class _Compilation:
             replay.hand_out(held)
         need = max(replay.peaks) - replay.static
         budget = self.shares.limit(replay.static, need, replay.handed[0], training=False)
+        if budget is None and self.shares.ledger.budget is not None:
+            self.graph.notes.append(NOT_HELD)
         plan = StepPlan(budget, replay.static, 0, 0, (), max(replay.peaks), source="Inductor")
         self._ready(replay, replay, plan, ("inference",))
 
