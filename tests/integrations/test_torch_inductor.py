@@ -1039,6 +1039,27 @@ def test_lines_that_only_check_take_no_memory():
         assert not list(compat_inductor_lines._events_of(line, None))
 
 
+@pytest.mark.slow
+def test_masks_of_whole_channels_are_drawn_once_and_as_planned():
+    torch.manual_seed(0)
+    parts = [
+        nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.GELU(), dropout)
+        for dropout in (nn.Dropout1d(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2))
+    ]
+    model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(256, 4))
+    other = copy.deepcopy(model)
+    call = compiled(model, budget="85%", cache=None)
+    for k in range(2):
+        x = torch.randn(16, 8, 32, generator=torch.Generator().manual_seed(k))
+        for a, b in zip(
+            step(call, model, x), step(other, other, x), strict=True
+        ):  # Inductor draws as eager does
+            torch.testing.assert_close(a, b)
+    (graph,) = compiled_plans(call)
+    assert graph.last.measured_peak == graph.last.planned_peak <= graph.plan.budget
+    assert not graph.last.misses
+
+
 @pytest.mark.parametrize("line", [Strange(), "buf0 = surprise()", "buf0 = None or surprise()"])
 def test_lines_that_nobody_knows_are_refused(line):
     with pytest.raises(errors.Unsupported, match=r"nobody knows what memory it takes"):

@@ -81,7 +81,7 @@ _SILENT: Final = (
 """Lines that neither take nor give back memory."""
 
 _SILENT_TEXT: Final = re.compile(
-    r"$|#|assert_alignment\(|\w+ = (None|get_raw_stream\(\d+\))$|aten\.bernoulli_\(|if not \(|raise RuntimeError\("
+    r"$|#|assert_alignment\(|\w+ = (None|get_raw_stream\(\d+\))$|if not \(|raise RuntimeError\("
 )
 """The same, of the lines that Inductor writes as plain text."""
 
@@ -122,8 +122,8 @@ def _events_of(line: Any, graph: Any) -> Iterator[Event]:
     if kind in _SILENT or (isinstance(line, str) and _SILENT_TEXT.match(line.strip())):
         return
     read = _READERS.get(kind)
-    if read is None and (copy := _copied_by(line, graph)) is not None:
-        yield Event("call", "", kernel=_kernel(copy), origin=_origin(copy, graph))
+    if read is None and (node := _written_by(line, graph)) is not None:
+        yield Event("call", "", kernel=_kernel(node), origin=_origin(node, graph))
         return
     if read is None:
         shown = f"the line {line!r}" if isinstance(line, str) else f"a {kind}"
@@ -212,16 +212,27 @@ def _extern(line: Any, graph: Any) -> Iterator[Event]:
     )
 
 
-def _copied_by(line: Any, graph: Any) -> Any:
-    """The node that writes this line: a copy into a tensor that is there, of another type (float to complex)."""
-    if not isinstance(line, str) or ".copy_(" not in line:
+def _written_by(line: Any, graph: Any) -> Any:
+    """The node that writes this line, a call of a kernel that changes a tensor that is there: a copy into one of
+    another type (float to complex), what is drawn into it (masks of whole channels)."""
+    if not isinstance(line, str) or "=" in line.partition("(")[0]:
         return None
+    of = {"InplaceCopyFallback": _copy_line, "InplaceBernoulliFallback": _draw_line}
     for node in graph.operations:
-        if type(node).__name__ == "InplaceCopyFallback":
-            to, source, non_blocking = node.codegen_args()
-            if line.strip() == f"{to}.copy_({source}, {non_blocking})":
-                return node
+        written = of.get(type(node).__name__)
+        if written is not None and line.strip() == written(node):
+            return node
     return None
+
+
+def _copy_line(node: Any) -> str:
+    to, source, non_blocking = node.codegen_args()
+    return f"{to}.copy_({source}, {non_blocking})"
+
+
+def _draw_line(node: Any) -> str:
+    given = [x.codegen_reference() for x in node.inputs], map(repr, node.constant_args)
+    return f"{node.get_kernel_name()}({', '.join(x for row in given for x in row)})"
 
 
 _READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
