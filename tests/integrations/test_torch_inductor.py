@@ -198,6 +198,28 @@ def test_the_optimizer_has_its_part_of_the_budget():
 
 
 @pytest.mark.slow
+def test_an_infeasible_budget_of_a_step_says_what_the_optimizer_takes_of_it(monkeypatch):
+    def nothing(*_args):
+        raise errors.Infeasible(budget=1000, lower_bound=500, best_peak=2000, compiled=True)
+
+    monkeypatch.setattr("tightship.integrations.torch_compile.compile_within", nothing)
+    model = wide()
+    optimizer = torch.optim.AdamW(model.parameters())
+    call = compiled(model, budget=10**6, optimizer=optimizer)
+    with pytest.raises(errors.Infeasible, match=r"of the whole step's budget of .* left: state of AdamW "):
+        call(torch.randn(8, 32))
+
+
+def test_a_share_of_a_step_that_is_not_known_yet_holds_nothing_which_is_said():
+    model = nn.Linear(16, 4).eval()
+    call = compiled(model, budget="50%", cache=None)
+    with torch.no_grad():
+        call(batch())
+    (graph,) = compiled_plans(call)
+    assert graph.plan.budget is None
+    assert any("is not held to it" in note for note in graph.notes)
+
+
 def test_a_second_forward_pass_before_the_backward_pass_runs_outside_the_arena_and_says_so():
     model, x = deep(2, dropout=0.0), batch()
     call = compiled(model, strict=False)
@@ -973,7 +995,7 @@ def test_levels_are_what_is_in_use_while_each_is_made():
 def test_a_kernel_is_measured_once_with_its_own_workspace():
     calls = []
 
-    def prepare(_number):
+    def prepare(_number, _index):
         calls.append(1)
         x = torch.ones(64, 64)
         return lambda: (torch.relu(x @ x), x)  # the product is gone when the kernel returns
@@ -998,7 +1020,7 @@ def test_a_kernel_is_measured_once_with_its_own_workspace():
 
 
 def test_a_kernel_that_does_not_run_by_itself_is_refused():
-    def prepare(_number):
+    def prepare(_number, _index):
         return lambda: torch.ones(2) @ torch.ones(3)
 
     with pytest.raises(errors.Unsupported, match="does not run on tensors like those of the step"):
@@ -1010,7 +1032,7 @@ class Strange:
 
 
 def test_a_kernel_that_takes_no_zeros_is_measured_on_other_numbers():
-    def prepare(number):
+    def prepare(number, _index):
         p = torch.full((4, 16), number)
         return lambda: torch.multinomial(p, 2)
 
@@ -1056,6 +1078,27 @@ def test_lines_that_only_check_take_no_memory():
         "buf2 = None",
     ):
         assert not list(compat_inductor_lines._events_of(line, None))
+
+
+@pytest.mark.slow
+def test_masks_of_whole_channels_are_drawn_once_and_as_planned():
+    torch.manual_seed(0)
+    parts = [
+        nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.GELU(), dropout)
+        for dropout in (nn.Dropout1d(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2))
+    ]
+    model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(256, 4))
+    other = copy.deepcopy(model)
+    call = compiled(model, budget="85%", cache=None)
+    for k in range(2):
+        x = torch.randn(16, 8, 32, generator=torch.Generator().manual_seed(k))
+        for a, b in zip(
+            step(call, model, x), step(other, other, x), strict=True
+        ):  # Inductor draws as eager does
+            torch.testing.assert_close(a, b)
+    (graph,) = compiled_plans(call)
+    assert graph.last.measured_peak == graph.last.planned_peak <= graph.plan.budget
+    assert not graph.last.misses
 
 
 @pytest.mark.parametrize("line", [Strange(), "buf0 = surprise()", "buf0 = None or surprise()"])

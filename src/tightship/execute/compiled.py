@@ -46,8 +46,9 @@ class Asked:
     beside: int = 0
 
 
-_FILLED = (0.0, 1.0)
-"""What floats of a kernel's sample inputs are: of zeros, there are kernels that draw from no distribution."""
+_FILLED = ((0.0, 0), (1.0, 0), (0.0, 1), (1.0, 1))
+"""What floats and integers of a kernel's sample inputs are: there are kernels that draw from no distribution of
+zeros, and those that count from one (the pivots of a factorization)."""
 
 
 class Measured:
@@ -78,16 +79,16 @@ class Measured:
         return self._known[kernel.key]
 
     def _run(self, kernel: Kernel) -> Asked:
-        for number in _FILLED:
+        for number, index in _FILLED:
             try:
-                return self._asked(kernel, number)
+                return self._asked(kernel, number, index)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 failed = error
         what = f"the kernel {kernel.key.partition(',')[0].strip('(')} in compiled mode"
         raise Unsupported(what, f"it does not run on tensors like those of the step: {failed}") from failed
 
-    def _asked(self, kernel: Kernel, number: float) -> Asked:
-        call = kernel.prepare(number)
+    def _asked(self, kernel: Kernel, number: float, index: int) -> Asked:
+        call = kernel.prepare(number, index)
         if not self.recorded:
             return _unrecorded(call())
         call()  # kernels have a first time

@@ -54,7 +54,7 @@ class Emulation:
             return Asked((), -1), False
         if kernel.key not in self._foreseen:
             with outside(), self.loop.mode:
-                self._foreseen[kernel.key] = _results_of(kernel.prepare(0.0)())
+                self._foreseen[kernel.key] = _results_of(kernel.prepare(0.0, 0)())
         return self._foreseen[kernel.key], False
 
 

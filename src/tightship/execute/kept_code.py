@@ -198,5 +198,5 @@ def _tree(result: Any) -> Any:
     raise TypeError(result)
 
 
-def _gone(_number: float) -> NoReturn:
+def _gone(_number: float, _index: int) -> NoReturn:
     raise Unsupported("a kernel of kept code", "what it asks for is kept with it", "report this")

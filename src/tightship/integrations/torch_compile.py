@@ -38,6 +38,7 @@ from tightship.graph import Graph, aligned
 from tightship.integrations.accounting import Entry, Ledger, StepBytes, StepMemory, measure_optimizers
 from tightship.integrations.torch_inductor import CompiledGraph, Shares, compile_within
 from tightship.integrations.torch_partition import (
+    NOT_HELD,
     CompileOptions,
     Cut,
     FrameArena,
@@ -368,7 +369,11 @@ class _Compilation:
         session, last = self.session, self.graph_break is None
         shares = Shares(session.ledger, self.frame, self._storages_in, last)
         arena = session.arenas.setdefault(self.frame, FrameArena())
-        run, planned = compile_within(gm, inputs, self.options, arena, shares)
+        later = session.ledger.resolved_before(self.frame, training=True)
+        try:
+            run, planned = compile_within(gm, inputs, self.options, arena, shares)
+        except Infeasible as no:
+            raise self._advised(no, later) from None
         session.graphs.append(planned)
         if self.graph_break is not None:
             planned.notes.append(
@@ -532,14 +537,16 @@ class _Compilation:
         except Infeasible as no:
             if not ledger.binding(training):
                 plan = self._plan_within(graph, None)
-                note = "before any backward pass, a percentage of a training step's peak is unknown: this graph is "
-                note += "not held to it"
-                return entered(replace(plan, notes=(*plan.notes, note)))
+                return entered(replace(plan, notes=(*plan.notes, NOT_HELD)))
             rest = free(True)
             if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
                 return entered(self._plan_within(graph, graph.static_bytes + rest), current=True)
-            more = [text for text in (_RESOLVED if later else "", ledger.beside()) if text]
-            raise no.with_advice((*no.advice, *more)) if more else no from None
+            raise self._advised(no, later) from None
+
+    def _advised(self, no: Infeasible, later: bool) -> Infeasible:
+        """``no`` with what else of the budget is taken; ``later``: whether the budget was resolved before."""
+        more = [text for text in (_RESOLVED if later else "", self.session.ledger.beside()) if text]
+        return no.with_advice((*no.advice, *more)) if more else no
 
     def _plan(self, graph: Graph, free: int | None, training: bool) -> Plan:
         """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and

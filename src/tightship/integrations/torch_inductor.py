@@ -37,6 +37,7 @@ from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, Outdat
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
 from tightship.integrations.torch_partition import (
+    NOT_HELD,
     RETAINED,
     CompileOptions,
     FrameArena,
@@ -283,6 +284,7 @@ class _Compilation:
 
     def step(self, pair: Pair, forward: Lowered, backward: Lowered) -> LoweredStep:
         """The step with ``pair`` lowered so."""
+        pair = compat_inductor.without_tokens(pair)
         tangents = [
             aligned(t.untyped_storage().nbytes(), self.align)
             for n in pair.backward.graph.find_nodes(op="placeholder")[len(pair.saved) :]
@@ -356,6 +358,8 @@ class _Compilation:
             replay.hand_out(held)
         need = max(replay.peaks) - replay.static
         budget = self.shares.limit(replay.static, need, replay.handed[0], training=False)
+        if budget is None and self.shares.ledger.budget is not None:
+            self.graph.notes.append(NOT_HELD)
         plan = StepPlan(budget, replay.static, 0, 0, (), max(replay.peaks), source="Inductor")
         self._ready(replay, replay, plan, ("inference",))
 

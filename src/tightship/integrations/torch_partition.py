@@ -33,6 +33,7 @@ from tightship.simulate import replay
 from tightship.units import Budget, format_bytes, parse_budget
 
 __all__ = [
+    "NOT_HELD",
     "RETAINED",
     "BackendOptions",
     "CompileOptions",
@@ -233,6 +234,10 @@ def _lingering(graph: Graph, steps: Sequence[Step], at: int) -> set[int]:
 
 
 RETAINED: Final = "retain_graph: what was saved stays in memory, which is not planned"
+NOT_HELD: Final = (
+    "before any backward pass, a percentage of a training step's peak is unknown: "
+    "this graph is not held to it"
+)
 
 
 def check_again(name: str, budget: int | None, peak: int) -> None:

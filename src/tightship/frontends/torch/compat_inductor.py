@@ -43,6 +43,7 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     copied,
     digest,
     draws,
+    effect_of,
     extract,
     is_view,
     mark_lean,
@@ -55,6 +56,7 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     stock_pair,
     stock_saved,
     with_backward,
+    without_tokens,
 )  # fmt: skip
 from tightship.frontends.torch.compat_inductor_tracing import failing
 
@@ -78,6 +80,7 @@ __all__ = [
     "digest",
     "draws",
     "dry_graph",
+    "effect_of",
     "extract",
     "is_view",
     "lean_convolutions",
@@ -92,6 +95,7 @@ __all__ = [
     "stock_pair",
     "stock_saved",
     "with_backward",
+    "without_tokens",
 ]
 
 _LEANED_ON: Final = {
@@ -141,6 +145,7 @@ _LEANED_ON: Final = {
     "torch._functorch.compile_utils": ("fx_graph_cse",),
     "torch._functorch._aot_autograd.graph_compile": ("collect_fw_donated_buffer_idxs",),
     "torch._functorch._aot_autograd.descriptors": ("InputMutationAOTOutput",),
+    "torch._functorch._aot_autograd.utils": ("unlift_tokens",),
     "torch._guards": ("TracingContext.try_get",),
     "torch.fx.traceback": ("preserve_node_meta", "current_meta",),
     "torch.compiler": ("_compile_session_context",),
@@ -225,6 +230,7 @@ def lower(
     from torch._inductor import compile_fx
 
     made: list[Lowered] = []
+    pair = without_tokens(pair)
     extra = compile_fx.create_compiler_config_extra(pair.forward)
     inputs = [n.meta.get("val") for n in pair.forward.graph.find_nodes(op="placeholder")]
     gm = copied(pair.forward)

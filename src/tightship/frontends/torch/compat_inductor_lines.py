@@ -24,11 +24,12 @@ __all__ = ["AS_IT_IS", "LEAN", "ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered"
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel that Inductor calls and has not written: it may ask for memory by itself. ``key`` is equal for calls
-    that ask the same; ``prepare`` makes tensors like its inputs, ``nbytes`` of them, filled with zeros (floats with
-    the number it gets), and returns the call on them. ``foreign``: the op, where it is none of PyTorch's."""
+    that ask the same; ``prepare`` makes tensors like its inputs, ``nbytes`` of them, filled with the number that it
+    gets for floats and the one for all others, and returns the call on them. ``foreign``: the op, where it is none
+    of PyTorch's."""
 
     key: str
-    prepare: Callable[[float], Callable[[], Any]]
+    prepare: Callable[[float, int], Callable[[], Any]]
     nbytes: int = 0
     foreign: str = ""
 
@@ -80,7 +81,7 @@ _SILENT: Final = (
 """Lines that neither take nor give back memory."""
 
 _SILENT_TEXT: Final = re.compile(
-    r"$|#|assert_alignment\(|\w+ = (None|get_raw_stream\(\d+\))$|aten\.bernoulli_\(|if not \(|raise RuntimeError\("
+    r"$|#|assert_alignment\(|\w+ = (None|get_raw_stream\(\d+\))$|if not \(|raise RuntimeError\("
 )
 """The same, of the lines that Inductor writes as plain text."""
 
@@ -121,8 +122,8 @@ def _events_of(line: Any, graph: Any) -> Iterator[Event]:
     if kind in _SILENT or (isinstance(line, str) and _SILENT_TEXT.match(line.strip())):
         return
     read = _READERS.get(kind)
-    if read is None and (copy := _copied_by(line, graph)) is not None:
-        yield Event("call", "", kernel=_kernel(copy), origin=_origin(copy, graph))
+    if read is None and (node := _written_by(line, graph)) is not None:
+        yield Event("call", "", kernel=_kernel(node), origin=_origin(node, graph))
         return
     if read is None:
         shown = f"the line {line!r}" if isinstance(line, str) else f"a {kind}"
@@ -211,16 +212,27 @@ def _extern(line: Any, graph: Any) -> Iterator[Event]:
     )
 
 
-def _copied_by(line: Any, graph: Any) -> Any:
-    """The node that writes this line: a copy into a tensor that is there, of another type (float to complex)."""
-    if not isinstance(line, str) or ".copy_(" not in line:
+def _written_by(line: Any, graph: Any) -> Any:
+    """The node that writes this line, a call of a kernel that changes a tensor that is there: a copy into one of
+    another type (float to complex), what is drawn into it (masks of whole channels)."""
+    if not isinstance(line, str) or "=" in line.partition("(")[0]:
         return None
+    of = {"InplaceCopyFallback": _copy_line, "InplaceBernoulliFallback": _draw_line}
     for node in graph.operations:
-        if type(node).__name__ == "InplaceCopyFallback":
-            to, source, non_blocking = node.codegen_args()
-            if line.strip() == f"{to}.copy_({source}, {non_blocking})":
-                return node
+        written = of.get(type(node).__name__)
+        if written is not None and line.strip() == written(node):
+            return node
     return None
+
+
+def _copy_line(node: Any) -> str:
+    to, source, non_blocking = node.codegen_args()
+    return f"{to}.copy_({source}, {non_blocking})"
+
+
+def _draw_line(node: Any) -> str:
+    given = [x.codegen_reference() for x in node.inputs], map(repr, node.constant_args)
+    return f"{node.get_kernel_name()}({', '.join(x for row in given for x in row)})"
 
 
 _READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
@@ -318,8 +330,8 @@ def _kernel(node: Any) -> Kernel:
     name = str(getattr(node, "op_overload", None) or node.get_kernel_name())
     call = _callable(node)
 
-    def prepare(number: float) -> Callable[[], Any]:
-        a, k = _sampled(args, number), _sampled(kwargs, number)
+    def prepare(number: float, index: int) -> Callable[[], Any]:
+        a, k = _sampled(args, number, index), _sampled(kwargs, number, index)
         return lambda: call(*a, **k)
 
     nbytes = sum(like.nbytes for like in _likes((args, kwargs)))
@@ -352,20 +364,20 @@ def _constant(x: Any) -> Any:
     return x
 
 
-def _sampled(tree: Any, number: float) -> Any:
-    """Zero is an index that every op takes; a probability may have to be more."""
+def _sampled(tree: Any, number: float, index: int) -> Any:
+    """Zero is an index that nearly every op takes; a probability may have to be more."""
     if isinstance(tree, _Like):
         new = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
-        new.fill_(number if new.is_floating_point() else 0)
+        new.fill_(number if new.is_floating_point() else index)
         for view in tree.lazily:
             new = getattr(torch.ops.aten, view).default(new)
         return new
     if tree is _RANDOM_STATE:
         return torch.get_rng_state()
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_sampled(x, number) for x in tree)
+        return type(tree)(_sampled(x, number, index) for x in tree)
     if isinstance(tree, dict):
-        return {k: _sampled(x, number) for k, x in tree.items()}
+        return {k: _sampled(x, number, index) for k, x in tree.items()}
     return tree
 
 

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch.compat import VERSION, is_random
 from tightship.frontends.torch.compat_compile import (
     is_backward,
+    is_tangent,
     mutates,
     overwritten_inputs,
     wanted_by_forward,
@@ -26,9 +28,9 @@ from tightship.frontends.torch.compat_compile import (
 from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, LEAN, ORIGIN
 
 __all__ = [
-    "Pair", "as_planned", "copied", "digest", "draws", "extract", "is_view", "mark_lean", "origin",
+    "Pair", "as_planned", "copied", "digest", "draws", "effect_of", "extract", "is_view", "mark_lean", "origin",
     "overwritten", "overwritten_count", "realize_as_is", "results_of", "runs_once", "stock_pair", "stock_saved",
-    "turns_to_channels_last", "with_backward",
+    "turns_to_channels_last", "with_backward", "without_tokens",
 ]  # fmt: skip
 
 
@@ -60,10 +62,17 @@ def draws(node: Node) -> bool:
     return "inductor_seeds" in str(node.target)
 
 
+def effect_of(node: Node) -> Any:
+    """The op that a node runs for its effect (it checks, prints, …), in the order that tokens keep: the first of what
+    the node takes, and of what it gives; None of any other node."""
+    return node.args[1] if node.target is torch.ops.higher_order.with_effects else None
+
+
 def runs_once(node: Node) -> bool:
     """Whether a node may not run again: it draws, writes into what there is, or is seen from outside. fx takes what
     may draw random numbers for impure, also where it draws none, as attention without dropout does."""
-    return draws(node) or mutates(node) or node.is_impure(impure_random=False)
+    once = draws(node) or mutates(node) or effect_of(node) is not None
+    return once or node.is_impure(impure_random=False)
 
 
 _LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
@@ -93,13 +102,27 @@ def overwritten(gm: GraphModule) -> set[Node]:
 
 def _only_forward(gm: GraphModule) -> tuple[set[str], set[str]]:
     """Of a joint graph: what the backward pass may not be given, and what has to be saved for it where it reads it,
-    by name. Nothing that draws, or reads what is overwritten, may run again."""
-    gone = overwritten(gm)
-    once = [
-        n for n in gm.graph.nodes
-        if draws(n) or (n not in gone and not mutates(n) and any(a in gone for a in n.all_input_nodes))
-    ]  # fmt: skip
+    by name. Nothing that draws, has an effect, or reads what is overwritten, may run again."""
+    gone, late = overwritten(gm), _after_tangents(gm)
+
+    def must_be_saved(n: Node) -> bool:
+        if draws(n):
+            return n not in late
+        if effect_of(n) is not None:
+            return not is_backward(n)
+        return n not in gone and not mutates(n) and any(a in gone for a in n.all_input_nodes)
+
+    once = filter(must_be_saved, gm.graph.nodes)
     return {n.name for n in gone}, {part.name for n in once for part in [n, *_parts(n)]}
+
+
+def _after_tangents(gm: GraphModule) -> set[Node]:
+    """The nodes of a joint graph that only a backward pass can compute."""
+    late: set[Node] = set()
+    for n in gm.graph.nodes:
+        if is_tangent(n) or any(a in late for a in n.all_input_nodes):
+            late.add(n)
+    return late
 
 
 def overwritten_count(pair: Pair) -> int:
@@ -109,6 +132,24 @@ def overwritten_count(pair: Pair) -> int:
 
     (output,) = pair.forward.graph.find_nodes(op="output")
     return sum(isinstance(d, InputMutationAOTOutput) for d in output.meta.get("desc") or ())
+
+
+def without_tokens(pair: Pair) -> Pair:
+    """The pair as AOTAutograd has it compiled: the tokens that keep ops with effects in order are none of its inputs
+    and results."""
+    from torch._functorch._aot_autograd.utils import unlift_tokens
+
+    first, late = (
+        {n.args[0] for n in gm.graph.nodes if effect_of(n) is not None and n.args[0].op == "placeholder"}
+        for gm in (pair.forward, pair.backward)
+    )
+    if not first and not late:
+        return pair
+    forward, backward = copied(pair.forward), copied(pair.backward)
+    known: Any = SimpleNamespace(tokens=dict.fromkeys(first), num_backward_tokens=len(late))
+    settings: Any = SimpleNamespace(enable_log=False)
+    unlift_tokens(forward, known, settings, backward)
+    return Pair(forward, backward, pair.outputs - len(first))
 
 
 def copied(gm: GraphModule) -> GraphModule:
@@ -414,7 +455,7 @@ def _checked(pair: Pair) -> Pair:
             f"saving {', '.join(sorted(late))}", "the forward pass overwrites it, and the numbers would be others",
             "report this",
         )  # fmt: skip
-    first = {n.name for n in pair.forward.graph.nodes if draws(n)}
+    first = {n.name for n in pair.forward.graph.nodes if draws(n) or effect_of(n) is not None}
     given = [n.name for n in pair.backward.graph.nodes if n.op == "placeholder"]
     if tuple(given[: len(pair.saved)]) != pair.saved:
         raise Unsupported(
@@ -422,12 +463,12 @@ def _checked(pair: Pair) -> Pair:
             "it would get other tensors",
             "report this",
         )
-    again = [origin(n) for n in pair.backward.graph.nodes if draws(n)]
+    again = [origin(n) for n in pair.backward.graph.nodes if draws(n) or effect_of(n) is not None]
     twice = [name for k, name in enumerate(again) if name in first or name in again[:k]]
     if twice:
         raise Unsupported(
-            f"drawing {', '.join(twice)} again in the backward pass",
-            "the numbers would be others",
+            f"running {', '.join(twice)} again in the backward pass",
+            "it draws other numbers, or has its effect a second time",
             "report this",
         )
     return pair

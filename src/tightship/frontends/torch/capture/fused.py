@@ -303,7 +303,14 @@ class Fusing:
     def _check(self) -> None:
         for n in self.calls:
             if isinstance(n.target, torch._ops.HigherOrderOperator):
-                raise Unsupported(f"{n.target} at {place_of(n)}", "it is not an ATen op")
+                op = compat_inductor.effect_of(n)
+                if isinstance(op, torch._ops.OpOverload):
+                    continue
+                raise Unsupported(
+                    f"{op or n.target} at {place_of(n)} in compiled mode",
+                    "it is not an ATen op",
+                    'use mode="exact"',
+                )
             for t in tensors_of(n):
                 if any(isinstance(x, torch.SymInt) for x in (*t.shape, *t.stride())):
                     raise Unsupported(f"a symbolic size at {place_of(n)}", "a budget needs numbers")
@@ -381,11 +388,13 @@ class Fusing:
         for a in n.all_input_nodes:
             reads |= self._leaves(a)
         effect = compat_inductor.runs_once(n) and not compat_inductor.draws(n)
-        made = [] if effect else [u for u in n.users if u.target is operator.getitem] or [n]
-        for m in made:
+        parts = [u for u in n.users if u.target is operator.getitem]
+        if compat_inductor.effect_of(n) is None:
+            parts = [] if effect else parts or [n]
+        for m in parts:
             for t in tensors_of(m):
                 self._value(m, t)
-        outs = tuple(self.value[m] for m in made if m in self.value)
+        outs = tuple(self.value[m] for m in parts if m in self.value)
         if not outs and not effect:
             return
         once = any(self.value.get(m) in reads for m in self.overwritten)

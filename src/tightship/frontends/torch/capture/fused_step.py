@@ -268,7 +268,7 @@ class _Saving:
         """Whether the backward pass reads what there is."""
         once = compat_inductor.runs_once(node)
         if node.target is operator.getitem:
-            once = once or compat_inductor.draws(node.args[0])  # type: ignore[arg-type]
+            once = once or compat_inductor.runs_once(node.args[0])  # type: ignore[arg-type]
         return once or node in self.step.late or node.op != "call_function" or node.name in self.saved
 
     def read(self, node: Node) -> Node:
