@@ -38,6 +38,7 @@ from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.optimizer.kept import blank_state, is_blank
+from tightship.frontends.torch.optimizer.probe_parts import why_whole
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
 
@@ -229,12 +230,19 @@ def _check(
 
 
 def _check_elementwise(optimizer: Any) -> None:
+    """Raises ``Unsupported`` for optimizers that do not treat each element as if it were alone: those of torch are
+    known, others are tried."""
     for one in each(optimizer) if optimizer is not None else ():
-        if type(one) not in _ELEMENTWISE:
+        if type(one) in _ELEMENTWISE:
+            continue
+        known = type(one).__module__.startswith("torch.")
+        why = "it computes with whole matrices" if known else why_whole(one)
+        if why is not None:
             raise Unsupported(
-                f"a {type(one).__name__} with sharded parameters",
-                "what it does with a part of a parameter may differ from what it does with all of it",
-                "use one of torch that treats elements one by one (AdamW, SGD, …), or DataParallel(shard=False)",
+                f"{type(one).__name__} with sharded parameters",
+                f"what it does with a part of a parameter is not what it does with all of it: {why}",
+                "use an optimizer that treats elements one by one (AdamW, SGD, Lion, …), or give all ranks whole "
+                "parameters: the plain model and DataParallel(shard=False)",
             )  # fmt: skip
 
 
