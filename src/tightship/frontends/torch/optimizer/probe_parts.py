@@ -41,7 +41,8 @@ _LARGEST: Final = 1 << 15
 _ELEMENTWISE: Final = (
     "abs", "alias", "clone", "copy", "detach", "fill", "lift_fresh", "masked_fill", "t", "to", "_to_copy", "view",
     "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "view_as_real", "view_as_complex",
-    "zero", "empty_like", "zeros_like", "ones_like", "full_like", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad",
+    "zero", "empty_like", "zeros_like", "ones_like", "full_like", "_fused_adam", "_fused_adamw", "_fused_sgd",
+    "_fused_adagrad",
 )  # fmt: skip
 """Beside those that torch tags as pointwise."""
 
