@@ -35,7 +35,15 @@ from tightship.execute.shards import (
 )
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.checks import check_model
-from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
+from tightship.frontends.torch.collectives import (
+    average_now,
+    broadcast,
+    messages,
+    no_split,
+    no_stream,
+    reduced,
+    summed,
+)
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.optimizer.kept import blank_state, is_blank
 from tightship.frontends.torch.optimizer.probe_parts import why_whole
@@ -216,15 +224,9 @@ def _check(
         rule = "parallel= trains one model on several ranks, and there is one: call init_process_group under torchrun"
         raise BadInput(rule, place="fit")
     if ranks is not None and settings.split:
-        raise Unsupported(
-            "splitting ops on several ranks", "one rank plans for all, and what was split is not told",
-            "leave split out of allow",
-        )  # fmt: skip
+        raise no_split()
     if ranks is not None and settings.stream and (parallel is None or parallel.shard):
-        raise Unsupported(
-            "streaming where ranks have parts of parameters", "what gathers them reads them in memory",
-            "leave stream out of allow, or give DataParallel(shard=False)",
-        )  # fmt: skip
+        raise no_stream()
     if parallel is not None and parallel.shard:
         _check_elementwise(optimizer)
 

@@ -23,7 +23,8 @@ from tightship.frontends.torch import compat, compat_distributed
 
 __all__ = [
     "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages",
-    "reduced", "running", "scattered_means", "sending", "share", "summed", "unsent",
+    "no_split", "no_stream", "reduced", "running", "scattered_means", "sending", "sends", "sends_parts", "share",
+    "summed", "unsent",
 ]  # fmt: skip
 
 Waiting = Callable[[Any], None]
@@ -274,6 +275,34 @@ class Collective:
         return figures.latency + figures.per_byte * nbytes * (
             len(self.group(args)) if self.kind == "gather" else 2
         )
+
+
+def sends(program: Any) -> bool:
+    """Whether a program is one of several ranks that send."""
+    return any(isinstance(call.fn, Collective) for call in program.calls)
+
+
+def sends_parts(program: Any) -> bool:
+    """Whether ranks have parts of parameters: gradients of whole ones are reduced behind the forward pass."""
+    rows = zip(program.graph.ops, program.calls, strict=True)
+    sent = ((op, call.fn) for op, call in rows if isinstance(call.fn, Collective))
+    return any(op.phase == "forward" or fn.kind != "reduce" for op, fn in sent)
+
+
+def no_split() -> Unsupported:
+    """The error for ops in slices on several ranks."""
+    return Unsupported(
+        "splitting ops on several ranks", "one rank plans for all, and what was split is not told",
+        "leave split out of allow",
+    )  # fmt: skip
+
+
+def no_stream() -> Unsupported:
+    """The error for what streams where ranks have parts."""
+    return Unsupported(
+        "streaming where ranks have parts of parameters", "what gathers them reads them in memory",
+        "leave stream out of allow, or give DataParallel(shard=False)",
+    )  # fmt: skip
 
 
 def resolved(group: Any) -> Any:

@@ -40,6 +40,7 @@ from tightship.frontends.torch.compat_inductor_lines import (
     Lowered,
     calls_others,
     read_lines,
+    sequence,
 )
 from tightship.frontends.torch.compat_inductor_partitions import (
     Pair,
@@ -91,6 +92,7 @@ __all__ = [
     "realize_as_is",
     "require_inductor",
     "runs_once",
+    "sequence",
     "stock_pair",
     "stock_saved",
     "with_backward",
