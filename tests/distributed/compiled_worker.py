@@ -98,6 +98,20 @@ def infeasible() -> Any:
     return caught(lambda: tightship.fit(m, loss_of, adamw(m), batches(256)[0], "static+1%", mode="compiled"))
 
 
+def failing_kernel() -> Any:
+    """An index that only rank 1's batch has too large, between collectives of compiled code."""
+    torch.manual_seed(0)
+    m = torch.nn.Sequential(torch.nn.Embedding(16, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+    words = torch.arange(16)
+    step = tightship.fit(
+        m, lambda m, x: m(x).pow(2).mean(), adamw(m), words, "100%", mode="compiled",
+        parallel=tightship.DataParallel(shard=True, bucket=0),
+    )  # fmt: skip
+    first = step(words).item()
+    words = words + 1 if dist.get_rank() else words
+    return {"first": first, "error": caught(lambda: step(words))}
+
+
 def other_first_rows() -> Any:
     """A percentage would be of another step on each rank."""
     m = DistributedDataParallel(net())

@@ -56,3 +56,11 @@ def test_a_percentage_of_other_steps_is_refused_on_all(rows: Rows) -> None:
     for row in rows["other_first_rows"]:
         assert row["type"] == "PeerFailed"
         assert "give bytes" in row["text"]
+
+
+def test_a_kernel_that_fails_on_one_rank_ends_all() -> None:
+    found = run("failing_kernel", worker="compiled_worker.py", most=900)
+    for row in found["failing_kernel"]:
+        assert row["error"]["type"] == "PeerFailed"
+        assert "rank 1" in row["error"]["text"]
+        assert row["error"]["seconds"] < 5

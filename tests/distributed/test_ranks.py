@@ -198,6 +198,7 @@ def test_more_budgets_and_steps_in_parts() -> None:
     for row in rows["in_parts"]:
         assert row["digest"] == row["expected"]
         as_planned(row["measure"])
+        assert row["measure"]["between"] > row["measure"]["static"]  # messages that average gradients
 
 
 @pytest.mark.slow
