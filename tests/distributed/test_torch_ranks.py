@@ -118,7 +118,6 @@ def test_the_backend_counts_buckets_and_says_only_what_it_leaves_out(rows: Rows)
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("offload_policy", "offload_policy"),
         ("columns", "Shard(dim=1)"),
         ("alone", "a mesh of 1 of 2 ranks"),
         ("partly", "'2.weight', which fully_shard has left out"),

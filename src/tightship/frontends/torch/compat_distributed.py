@@ -261,7 +261,8 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
     sizes: set[int] = set()
     for _, state in _fully_shard_states(model):
         for group in state._fsdp_param_groups:
-            if type(group.offload_policy).__name__ != "OffloadPolicy":
+            offloads = type(group.offload_policy).__name__ != "OffloadPolicy"
+            if offloads and group.device.type != "cpu":  # where they are anyway
                 options["offload_policy"] = None
             if group.gradient_divide_factor is not None:
                 options["set_gradient_divide_factor"] = None
