@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch_worker import Tied, both, checkpoints, word_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch_worker import Tied, both, checkpoints, row, word_loss
 from torch_worker import words as words_in_and_out
 from worker import adamw, caught, main, model
 from worker import batches as rows_of_numbers
@@ -93,6 +94,20 @@ def hybrid_checkpoints() -> Any:
 
 def tensor_checkpoints() -> Any:
     return checkpoints(Net, in_two_ways, words(), loss_of)
+
+
+def in_groups() -> Any:
+    """Two ranks and two train among themselves, whole parameters or parts."""
+    half = dist.new_subgroups(2)[0]
+    how = {"wrap": lambda m: DistributedDataParallel(m, process_group=half), "verify_every": 2}
+    rows = both(model, error_of, rows_of_numbers(4), **how)
+    m = model()
+    o, given = adamw(m), rows_of_numbers(4)
+    parallel = tightship.DataParallel(shard=True, group=half)
+    step = tightship.fit(m, error_of, o, given[0], "static+50%", parallel=parallel)
+    losses = [step(b) for b in given]
+    made = row(losses, m, o)
+    return rows | {"parts": {n: made[n] for n in ("losses", "model")}, "bytes": step.measure()}
 
 
 def refused() -> Any:

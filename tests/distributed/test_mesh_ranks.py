@@ -20,7 +20,7 @@ def on_four(*names: str) -> Rows:
 
 @pytest.fixture(scope="module")
 def rows() -> Rows:
-    return on_four("replicas_of_shards_clipped", "tensors_and_shards_clipped", "refused")
+    return on_four("replicas_of_shards_clipped", "tensors_and_shards_clipped", "in_groups", "refused")
 
 
 def same(row: Any) -> None:
@@ -35,6 +35,15 @@ def test_steps_leave_what_eager_leaves_and_measure_what_was_planned(rows: Rows, 
     assert len(rows[how]) == RANKS
     for row in rows[how]:
         same(row)
+
+
+def test_ranks_of_a_process_group_train_among_themselves(rows: Rows) -> None:
+    for row in rows["in_groups"]:
+        same(row)
+        as_planned(row["bytes"])
+        assert {n: row["eager"][n] for n in row["parts"]} == row["parts"]
+    models = [row["eager"]["model"] for row in rows["in_groups"]]
+    assert models[0] != models[2]  # of the other group
 
 
 @pytest.mark.slow

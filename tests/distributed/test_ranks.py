@@ -10,7 +10,7 @@ from tightship.frontends.torch.collectives import messages
 TOGETHER = (
     "ddp", "whole_40", "sharded_40", "infeasible", "raising_code", "other_rows", "other_models", "other_parameters",
     "hand_made", "state_dicts", "refused", "whole_each", "sharded_each", "whole_streamed", "taught", "seen_by_a_mode",
-    "failing_op",
+    "failing_op", "own_optimizer",
 )  # fmt: skip
 
 
@@ -130,6 +130,15 @@ def test_what_leaves_memory_between_uses_is_told_and_changes_no_bits(rows: Rows)
         as_planned(mine["kinds"])
 
 
+def test_an_optimizer_of_ones_own_has_parts_where_it_treats_elements_one_by_one(rows: Rows) -> None:
+    for row in rows["own_optimizer"]:
+        for how in ("sharded", "fully_shard"):
+            assert row[how] == row["ddp"]
+            as_planned(row[f"{how} measure"])
+        assert row["normed"]["type"] == "Unsupported"
+        assert "norm does not go element by element" in row["normed"]["text"]
+
+
 @pytest.mark.parametrize("how", ["DTensor", "Adafactor", "streamed"])
 def test_what_does_not_go_together_with_shards_is_refused_with_what_to_do(rows: Rows, how: str) -> None:
     for row in rows["refused"]:
@@ -189,6 +198,7 @@ def test_more_budgets_and_steps_in_parts() -> None:
     for row in rows["in_parts"]:
         assert row["digest"] == row["expected"]
         as_planned(row["measure"])
+        assert row["measure"]["between"] > row["measure"]["static"]  # messages that average gradients
 
 
 @pytest.mark.slow

@@ -118,7 +118,6 @@ def test_the_backend_counts_buckets_and_says_only_what_it_leaves_out(rows: Rows)
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("offload_policy", "offload_policy"),
         ("columns", "Shard(dim=1)"),
         ("alone", "a mesh of 1 of 2 ranks"),
         ("partly", "'2.weight', which fully_shard has left out"),
@@ -220,3 +219,31 @@ def test_frontier_and_explain_of_a_rank_and_what_makes_no_sense(tmp_path: Path) 
     assert "--rank requires --ranks" in imagined(tmp_path, "plain", "--rank", "1")
     assert "no such rank" in imagined(tmp_path, "plain", "--ranks", "2", "--rank", "2")
     assert "requires module:factory" in imagined(tmp_path, "factories.json", "--ranks", "2")
+
+
+@pytest.mark.parametrize(
+    ("way", "words"), [("split", "splitting ops on several ranks"), ("stream", "streaming where")]
+)
+def test_no_way_is_advised_that_ranks_refuse(tmp_path: Path, way: str, words: str) -> None:
+    (tmp_path / "factories.py").write_text(FACTORIES.replace("32, 64)", "2048, 64)"))
+    said = {}
+    for ranks in ([], ["--ranks", "4"]):
+        command = [
+            sys.executable,
+            "-m",
+            "tightship",
+            "plan",
+            "factories:plain",
+            "--budget",
+            "static+5%",
+            *ranks,
+        ]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 1
+        said[bool(ranks)] = done.stderr
+    assert "splitting (allow" in said[False]
+    assert "splitting (allow" not in said[True]
+    assert "streaming (allow" not in said[True]
+    assert words in imagined(
+        tmp_path, "plain", "--ranks", "4", "--budget", "60%", "--allow", f"recompute,{way}"
+    )

@@ -138,12 +138,13 @@ def fully_sharded_later() -> Any:
 
 
 def fully_sharded_groups() -> Any:
-    """Several modules as one group."""
+    """Several modules as one group, with parts on the CPU, where they are anyway."""
+    away = CPUOffloadPolicy(pin_memory=False)
 
     def wrap(m: Any) -> Any:
-        fully_shard([m.words, m.head])
-        fully_shard(list(m.layers[:2]))
-        return fully_shard(m)
+        fully_shard([m.words, m.head], offload_policy=away)
+        fully_shard(list(m.layers[:2]), offload_policy=away)
+        return fully_shard(m, offload_policy=away)
 
     return both(Tied, word_loss, words(), wrap=wrap)
 
@@ -436,7 +437,6 @@ def refused() -> Any:
     unused.set_reduce_scatter_unused_params(True)
     bare = type("Bare", (torch.optim.Optimizer,), {"__init__": lambda *_: None, "param_groups": []})()
     models = {
-        "offload_policy": fully_shard(model(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "columns": fully_shard(
             torch.nn.Linear(WIDTH, 8, bias=False), mesh=mesh, shard_placement_fn=lambda p: Shard(1)
         ),

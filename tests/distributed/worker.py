@@ -356,6 +356,50 @@ def refused() -> Any:
     return rows
 
 
+class Lion(torch.optim.Optimizer):
+    """None of torch's own: what it does with an element follows from this element alone, unless ``normed``."""
+
+    def __init__(self, params: Any, normed: bool = False) -> None:
+        super().__init__(params, {"lr": 1e-3, "normed": normed})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                g = p.grad / p.grad.norm() if group["normed"] else p.grad
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.add_((m * 0.9 + g * 0.1).sign_(), alpha=-group["lr"])
+                m.lerp_(g, 0.01)
+
+
+def own_optimizer() -> Any:
+    rows: dict[str, Any] = {}
+    for how in ("ddp", "sharded", "fully_shard"):
+        m = model()
+        run: Any = torch.nn.parallel.DistributedDataParallel(m) if how == "ddp" else m
+        run = fully_shard(m) if how == "fully_shard" else run
+        o = Lion(run.parameters())
+        if how == "ddp":
+            losses = []
+            for b in batches():
+                o.zero_grad()
+                losses.append(loss_of(run, b))
+                losses[-1].backward()
+                o.step()
+            rows[how] = [[x.item() for x in losses], digest([*m.parameters()])]
+            continue
+        parallel = tightship.DataParallel(shard=True) if how == "sharded" else None
+        step = tightship.fit(run, loss_of, o, batches()[0], "static+50%", parallel=parallel)
+        losses = [step(b).item() for b in batches()]
+        whole = step.state_dict(full=True)["model"]
+        rows[how] = [losses, digest(whole[n] for n, _ in model().named_parameters())]
+        rows[f"{how} measure"] = step.measure()
+    m = model()
+    normed, parallel = Lion(m.parameters(), True), tightship.DataParallel(shard=True)
+    rows["normed"] = caught(lambda: tightship.fit(m, loss_of, normed, batches()[0], parallel=parallel))
+    return rows
+
+
 def in_parts() -> Any:
     """Two batches for each update."""
     m = model()

@@ -51,10 +51,16 @@ def started(
     return processes, read
 
 
-def run(*scenarios: str, ranks: int = 2, ends: tuple[int, ...] = (0, 0), worker: str = "worker.py") -> Rows:
-    """What each rank has answered, by scenario."""
+def run(
+    *scenarios: str,
+    ranks: int = 2,
+    ends: tuple[int, ...] = (0, 0),
+    worker: str = "worker.py",
+    most: float = 300,
+) -> Rows:
+    """What each rank has answered, by scenario, within ``most`` seconds."""
     processes, read = started(*scenarios, ranks=ranks, worker=worker)
-    end = time.monotonic() + 300
+    end = time.monotonic() + most
     try:
         for p in processes:
             p.wait(max(0.0, end - time.monotonic()))

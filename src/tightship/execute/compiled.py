@@ -21,6 +21,7 @@ from tightship.execute import allocator
 from tightship.execute.allocator import Meter
 from tightship.execute.interpreter import RunStats
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.collectives import unsent
 from tightship.frontends.torch.compat_compile import outside
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.graph import aligned, alignment_of
@@ -88,7 +89,10 @@ class Measured:
         raise Unsupported(what, f"it does not run on tensors like those of the step: {failed}") from failed
 
     def _asked(self, kernel: Kernel, number: float, index: int) -> Asked:
-        call = kernel.prepare(number, index)
+        with unsent():  # other ranks do not measure at the same time
+            return self._recorded(kernel.prepare(number, index), kernel)
+
+    def _recorded(self, call: Callable[[], Any], kernel: Kernel) -> Asked:
         if not self.recorded:
             return _unrecorded(call())
         call()  # kernels have a first time

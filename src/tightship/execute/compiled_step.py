@@ -15,7 +15,7 @@ import pathlib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,10 +35,20 @@ from tightship.execute.cache import (
     plan_of,
 )
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
+from tightship.execute.compiled_ranks import (
+    Decision,
+    apart,
+    check_apart,
+    check_resolved,
+    decision,
+    read_decision,
+    told_of_compiled,
+)
 from tightship.execute.interpreter import RunStats, report
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.execute.parts import bytes_of_inputs, gradients_of
 from tightship.execute.prepared import Settings, Thrashing, Variant, log_plan
+from tightship.execute.ranks import Ranks, check_orders, check_plans, leader_of, refusal
 from tightship.execute.script import device_of
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat, compat_inductor
@@ -46,6 +56,7 @@ from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import between_blocks
 from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
+from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.compat_inductor import Lower, Lowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.given import each, independent
@@ -143,15 +154,72 @@ class CompiledStep(TrainStep):
                 raise
             self._step_apart(no)
             return super()._variant(captured, modes, part=part, beside=beside)
+        return self._compiled_variant(captured, executor, modes, part)
+
+    def _compiled_variant(
+        self, captured: Program, executor: Any, modes: tuple[Any, ...], part: str
+    ) -> Variant:
         captured.forget_samples()
         log_plan(executor.plan, part)
         return Variant(
             captured, executor, Binding(captured, self.model, self.optimizer), modes, captured, part=part
         )
 
-    def _compiled(self, program: Program, beside: int) -> Any:
+    def _compiled(self, program: Program, beside: int, given: Decision | None = None) -> Any:
+        """``given``: what another rank has decided."""
+        alone = self.ranks is None
         with self.settings.progress.stage("compiling"):
-            return _Compilation(program, self.optimizer, self.settings, self._resolved, beside).run()
+            return _Compilation(
+                program, self.optimizer, self.settings, self._resolved, beside, given, alone=alone
+            ).run()
+
+    def _planned_together(
+        self, ranks: Ranks, captured: Program, known: Variant | None, told: Sequence[Any], ending: Ending
+    ) -> tuple[Variant, list[Any]]:
+        """One rank of those with the same ops decides; then all compile that, and say in which order it sends."""
+        leader, needed = leader_of(ranks, told)
+        resolved = (
+            self._limit is not None or self.settings.budget is None or self.settings.budget.bytes is not None
+        )
+        check_resolved(ranks, told, resolved=resolved)
+        made: list[Any] = []
+
+        def decided() -> str:
+            if leader != ranks.rank or not needed:
+                return ""
+            if known is not None:
+                return known.text
+            try:
+                made.append(self._compiled(captured, 0))
+            except NoFormula as no:
+                return apart(no)
+            except Infeasible as no:
+                return refusal(no)
+            return decision(self._limit, made[0].unplanned, made[0].chosen)
+
+        _, texts = ranks.agreed("compiling", decided, lambda text: text)
+        check_plans(ranks, texts)
+
+        def compiled() -> Variant:
+            check_apart(texts)
+            if known is not None:
+                return known
+            given = read_decision(texts[leader])
+            self._limit = given.limit if self._limit is None else self._limit
+            executor = made[0] if made else self._compiled(captured, 0, given)
+            if ending.part != "update":
+                self._note_return(captured.graph)
+            variant = self._compiled_variant(captured, executor, self._modes_of(ending), ending.part)
+            variant.text, variant.told = texts[leader], told_of_compiled(captured, executor.sends)
+            self._variants.insert(0, variant)
+            self._use(variant)
+            return variant
+
+        return ranks.agreed("compiling and reserving memory", compiled, lambda v: v.told)
+
+    def _in_one_order(self, ranks: Ranks, own: Variant, told: Sequence[Any], ending: Ending) -> Variant:
+        check_orders(ranks, told)
+        return own
 
     def _resolved(self, static: int, peak: int, beside: int) -> int | None:
         """The most bytes that a part may take, whose peak was ``peak`` as Inductor has it. A percentage is of the
@@ -169,7 +237,10 @@ class CompiledStep(TrainStep):
             f"{text}. What changes often belongs into a tensor of the batch", Thrashing, stacklevel=6
         )
         beside = 0 if variant.part != "update" else self._beside
-        variant.executor = self._compiled(captured, beside)
+        given = (
+            read_decision(variant.text) if variant.text else None
+        )  # the order of what is sent stays as it is
+        variant.executor = self._compiled(captured, beside, given)
         variant.program = variant.captured = captured
         variant.binding = Binding(captured, self.model, self.optimizer)
         self._share_arena()
@@ -200,8 +271,9 @@ class _Compiled(NotCopied):
 
     def __init__(
         self, program: Program, optimizer: Any, flat: Flat, call: Callable[[list[Any]], Any], plan: WholePlan,
-        kind: str, device: str, *, strict: bool,
+        kind: str, device: str, made_by: _Compilation, *, sends: tuple[int, ...], strict: bool,
     ) -> None:  # fmt: skip
+        self.unplanned, self.chosen, self.sends = made_by.unplanned, made_by.row, sends
         self.program, self.optimizer, self.flat, self.plan, self.strict = (
             program,
             optimizer,
@@ -325,8 +397,13 @@ class _Compilation:
 
     def __init__(
         self, program: Program, optimizer: Any, settings: Settings,
-        resolved: Callable[[int, int, int], int | None], beside: int,
+        resolved: Callable[[int, int, int], int | None], beside: int, given: Decision | None = None, *,
+        alone: bool = True,
     ) -> None:  # fmt: skip
+        """``given``: what another rank has decided. Unless ``alone``, nothing is kept for later processes: each
+        rank would find something else."""
+        self.given, self.alone = given, alone
+        self.row: Partition | None = None
         self.program, self.optimizer, self.settings = program, optimizer, settings
         self.resolved, self.beside = resolved, beside
         device = device_of(program.graph)
@@ -347,6 +424,8 @@ class _Compilation:
 
     def run(self) -> _Compiled:
         _check_updates(self.program)
+        if not self.alone:
+            return self._run(None, "")
         folder = folder_of(self.settings.measuring.get("cache", DEFAULT))
         for kept in ("code", "choices", ""):
             self.looks, self.best, self.count = bool(kept), None, 0
@@ -382,7 +461,7 @@ class _Compilation:
             self.code.keep_choice(self._choice(self.best))
         replay = self.replayed(lowered)
         if max(replay.peaks) != self.best.peak:
-            if self.best.replay is None:
+            if self.best.replay is None and self.given is None:
                 raise Outdated("a kept choice")
             text = f"compiled, the step needs {max(replay.peaks)} B and not the {self.best.peak} B that were replayed"
             raise VerificationFailed([text], f"graph {program.graph.name}")
@@ -392,8 +471,8 @@ class _Compilation:
             self.best.recomputed, self.best.seconds, self.best.source, self.count, tuple(self.notes),
         )  # fmt: skip
         made = _Compiled(
-            program, self.optimizer, flat, call, plan, self.measured.kind, self.device,
-            strict=self.settings.strict,
+            program, self.optimizer, flat, call, plan, self.measured.kind, self.device, self,
+            sends=compat_inductor.sequence(lowered), strict=self.settings.strict,
         )  # fmt: skip
         made.notes += self.measured.notes()
         return made
@@ -437,15 +516,19 @@ class _Compilation:
         self.gm, self.lower = gm, lower
         static = self._static
         made_from = ("step", compat_inductor.digest(gm, ()), self.outputs, static, self.align, self._options)
-        self.kept = KeptPartitions(folder_of(self.settings.measuring.get("cache", DEFAULT)), made_from)
+        folder = folder_of(self.settings.measuring.get("cache", DEFAULT)) if self.alone else None
+        self.kept = KeptPartitions(folder, made_from)
         known = self.kept.read() if self.looks else None
+        if self.given is not None:
+            known = self.given.unplanned, {}
         within = self.settings.budget
         likely = within is None or not within.below_unplanned
         first = None if known is not None else self.candidate(gm, _INDUCTOR, likely=likely)
         self.unplanned = known[0] if known is not None else _unplanned(first)
         budget = self.budget = self.resolved(static, max(self.unplanned.peaks), self.beside)
-        if known is not None and (row := known[1].get(str(budget))) is not None:
-            self.best = self._again(row)
+        row = self.given.chosen if self.given is not None else known and known[1].get(str(budget))
+        if row:
+            self.row, self.best = row, self._again(row)
             return self.best.made
         best = first or self.candidate(gm, _INDUCTOR, likely=likely)
         if budget is not None and best.needed > budget:
@@ -453,13 +536,14 @@ class _Compilation:
                 best = self._within(budget, static, best)
             except Infeasible:
                 if self.looks and (row := self.kept.within(budget)) is not None:
-                    self.best = self._again(row)
+                    self.row, self.best = row, self._again(row)
                     return self.best.made
                 least = min(self.seen.values(), key=lambda c: c.needed)
                 self.kept.reached(self.unplanned, row_of(least, self.count))
                 raise
         self.best = best
-        self.kept.keep(self.unplanned, budget, row_of(best, self.count))
+        self.row = row = row_of(best, self.count)
+        self.kept.keep(self.unplanned, budget, row)
         return best.made
 
     def _again(self, row: Partition) -> Candidate[GraphModule]:
@@ -469,6 +553,7 @@ class _Compilation:
             if made is None:
                 model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
                 if plan is not None:
+                    plan = plan if self.given is None else replace(plan, digest=model.graph.digest)
                     check(model.graph, plan)
                     made = model.ordered(plan)
                 else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,19 @@ from tightship.execute.shards import (
 )
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.checks import check_model
-from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
+from tightship.frontends.torch.collectives import (
+    Division,
+    average_now,
+    broadcast,
+    messages,
+    no_split,
+    no_stream,
+    reduced,
+    summed,
+)
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.optimizer.kept import blank_state, is_blank
+from tightship.frontends.torch.optimizer.probe_parts import why_whole
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
 
@@ -59,17 +69,23 @@ class DataParallel:
     ``bucket``: bytes that go as one message, of parameters or gradients that lie next to each other in the model. A
     message takes its bytes once more while it is sent, and its gradients wait for one another. None: an eighth of all
     parameters, at least the largest, at most 25 MiB; 0: each by itself, which takes least memory and longest.
+    ``group``: the process group of the ranks that train together; None: all. Ranks of other groups train a model of
+    the same shapes among themselves, and call each step at the same time.
     """
 
     shard: bool = False
     buffers: bool = True
     bucket: int | None = None
+    group: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.bucket is not None and (isinstance(self.bucket, bool) or not isinstance(self.bucket, int)):
             raise BadInput("bucket= is a number of bytes, or None", self.bucket, "DataParallel")
         if self.bucket is not None and self.bucket < 0:
             raise BadInput("bucket= is 0 bytes or more", self.bucket, "DataParallel")
+        if self.group is not None and not isinstance(self.group, torch.distributed.ProcessGroup):
+            rule = "group= is a process group that this rank is in (torch.distributed.new_group), or None"
+            raise BadInput(rule, type(self.group).__name__, "DataParallel")
 
 
 @dataclass(frozen=True)
@@ -164,16 +180,21 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
     if options := compat_distributed.own_ddp_options(ddp):
         raise Unsupported(
             f"a model in DistributedDataParallel with {', '.join(options)}",
-            "fit averages gradients over all ranks itself, in their own type",
+            "fit averages gradients itself, in their own type",
             "leave that out, or give fit its .module and parallel=tightship.DataParallel()",
         )  # fmt: skip
-    return ddp.module, parallel or DataParallel(buffers=ddp.broadcast_buffers)
+    how = parallel or DataParallel(buffers=ddp.broadcast_buffers)
+    return ddp.module, replace(how, group=how.group or ddp.process_group)
 
 
 def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> DataParallel:
     if parallel is not None and not parallel.shard:
         rule = "a model in fully_shard has its parameters in shards: leave parallel out, or fully_shard on one rank"
         raise BadInput(rule, parallel, "fit(parallel=…)")
+    if parallel is not None and parallel.group is not None:
+        raise BadInput(
+            "the mesh of fully_shard says which ranks train together: leave group out", place="fit"
+        )
     instead = "leave that out, or give fit the plain model and parallel=tightship.DataParallel(shard=True)"
     if trained := compat_distributed.left_out(model):
         raise Unsupported(
@@ -215,26 +236,27 @@ def _check(
         rule = "parallel= trains one model on several ranks, and there is one: call init_process_group under torchrun"
         raise BadInput(rule, place="fit")
     if ranks is not None and settings.split:
-        raise Unsupported(
-            "splitting ops on several ranks", "one rank plans for all, and what was split is not told",
-            "leave split out of allow",
-        )  # fmt: skip
+        raise no_split()
     if ranks is not None and settings.stream and (parallel is None or parallel.shard):
-        raise Unsupported(
-            "streaming where ranks have parts of parameters", "what gathers them reads them in memory",
-            "leave stream out of allow, or give DataParallel(shard=False)",
-        )  # fmt: skip
+        raise no_stream()
     if parallel is not None and parallel.shard:
         _check_elementwise(optimizer)
 
 
 def _check_elementwise(optimizer: Any) -> None:
+    """Raises ``Unsupported`` for optimizers that do not treat each element as if it were alone: those of torch are
+    known, others are tried."""
     for one in each(optimizer) if optimizer is not None else ():
-        if type(one) not in _ELEMENTWISE:
+        if type(one) in _ELEMENTWISE:
+            continue
+        known = type(one).__module__.startswith("torch.")
+        why = "it computes with whole matrices" if known else why_whole(one)
+        if why is not None:
             raise Unsupported(
-                f"a {type(one).__name__} with sharded parameters",
-                "what it does with a part of a parameter may differ from what it does with all of it",
-                "use one of torch that treats elements one by one (AdamW, SGD, …), or DataParallel(shard=False)",
+                f"{type(one).__name__} with sharded parameters",
+                f"what it does with a part of a parameter is not what it does with all of it: {why}",
+                "use an optimizer that treats elements one by one (AdamW, SGD, Lion, …), or give all ranks whole "
+                "parameters: the plain model and DataParallel(shard=False)",
             )  # fmt: skip
 
 
@@ -243,7 +265,7 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     it parallel already. Raises as `check_together`."""
     module, how = _as_torch_has_it(model, None)
     check_model(module, hooks=True, shards=True)
-    done = shards_of(module)
+    done, among = shards_of(module), Division.of(None if how is None else how.group)
     if isinstance(how, _TensorParallel):
         done = done or take_over_placed(module, optimizer)
         shard_optimizer(optimizer, done)
@@ -251,9 +273,9 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     if compat_distributed.distributed_by(module) == "fully_shard":
         done = take_over(module, optimizer)
     elif how is None:
-        done = shard_model(module)
+        done = shard_model(module, among)
     shard_optimizer(optimizer, done)
-    ways = average_reads(module, done)
+    ways = average_reads(module, done, among)
     send_together(module, ways, None if how is None else how.bucket)
     if loss is None:
         return module, None
@@ -270,7 +292,7 @@ class Replicas(NotCopied):
     and buffers of rank 0, but for what is in shards already."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
-        self.model, self.parallel = model, parallel
+        self.model, self.parallel, self.among = model, parallel, Division.of(parallel.group)
         ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
         with ranks.sending(writing=True):
             shards = self._divided(optimizer)
@@ -293,9 +315,9 @@ class Replicas(NotCopied):
             shards = take_over(model, optimizer)
         elif not shards:
             for t in (*model.parameters(), *model.buffers()):
-                broadcast(t.data)
+                broadcast(t.data, self.among)
             if parallel.shard:
-                shards = shard_model(model)
+                shards = shard_model(model, self.among)
         shard_optimizer(optimizer, shards)
         if not together:
             send_together(model, shards, parallel.bucket)
@@ -304,13 +326,13 @@ class Replicas(NotCopied):
     def synchronize(self) -> None:
         """Buffers are those of rank 0."""
         for b in self.model.buffers() if self.parallel.buffers else ():
-            broadcast(b.data)
+            broadcast(b.data, self.among)
 
     def average(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of whole parameters, between backward pass and update."""
         there = {n: p.grad for n, p in parameters if p.grad is not None}
         for names in self.averaged:
-            average_now([there[n] for n in names if n in there])
+            average_now([there[n] for n in names if n in there], self.among)
 
     def hand_out(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of parts, to the caller, until `take_back`."""
@@ -374,7 +396,7 @@ class Replicas(NotCopied):
     def agree_finite(self, scaler: Any, optimizer: Any) -> None:
         """After ``scaler.unscale_``: a gradient that is not finite on one rank is so on all."""
         for found in compat.found_infinite(scaler, optimizer) if self.shards else ():
-            found.copy_(summed(found))
+            found.copy_(summed(found, self.among.group))
 
 
 def _described(model: torch.nn.Module) -> str:

@@ -102,7 +102,8 @@ def run_eager(
             torch.autograd.backward(results[0], inputs=[parameters[n] for n in ending.wanted])
         _write_back(trace, known)
         for names in ending.averaged:
-            average_now([g for n in names if (g := parameters[n].grad) is not None])
+            assert ending.among is not None
+            average_now([g for n in names if (g := parameters[n].grad) is not None], ending.among)
         if not ending.leaves and ending.clip is not None:
             ending.clip({n: p for n, p in parameters.items() if p.grad is not None})
         if not ending.leaves and twin is not None:

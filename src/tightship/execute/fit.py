@@ -127,11 +127,6 @@ def fit(
     with ranks.ending_together("fit") if ranks is not None else nullcontext():
         if mode == "compiled":
             _check_compiled(planner, options, verify_every, folder, pinned)
-            if ranks is not None:
-                raise Unsupported(
-                    "fit(mode='compiled') on several ranks", "each rank would compile and plan by itself",
-                    "leave mode out; for ranks that train models of their own, independent=True",
-                )  # fmt: skip
         pads = _pads(pad_to)
         settings = _settings(
             budget, planner, options, strict=strict, variants=_kinds(variants, pads), cache=cache,

@@ -69,9 +69,12 @@ class Gathering:
 class Averaging(Gathering):
     """Of a whole parameter, whose gradient is averaged as soon as it is there."""
 
+    def __init__(self, among: Division) -> None:
+        self.among = among
+
     @staticmethod
     def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
-        made: Sequence[torch.Tensor] = _Averaged.apply(*(part for _, part in rows))  # type: ignore[no-untyped-call]
+        made: Sequence[torch.Tensor] = _Averaged.apply(rows[0][0].among, *(part for _, part in rows))  # type: ignore[no-untyped-call]
         return made
 
 
@@ -166,12 +169,11 @@ class Shard(Part):
 
     def distributed(self, part: torch.Tensor) -> Any:
         """Without what fills the part up."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor import Shard as Placement
 
         if self.spec is None:
-            self.spec = init_device_mesh(part.device.type, (self.among.size,)), (Placement(0),)
+            self.spec = compat_distributed.mesh_of(self.among.group, part.device.type), (Placement(0),)
         mesh, placements = self.spec
         own = part.detach()[: self.own]
         return DTensor.from_local(
@@ -311,14 +313,16 @@ class _Gathered(torch.autograd.Function):
 
 class _Averaged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *wholes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, among: Division, *wholes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.among = among
         ctx.set_materialize_grads(False)
         return tuple(whole.view_as(whole) for whole in wholes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        means = iter(reduced([share(g, own=False) for g in gradients if g is not None]))
-        return tuple(None if g is None else next(means) for g in gradients)
+        parts = [share(g, ctx.among.size, own=False) for g in gradients if g is not None]
+        means = iter(reduced(parts, ctx.among.group))
+        return None, *(None if g is None else next(means) for g in gradients)
 
 
 def send_together(model: torch.nn.Module, ways: Mapping[int, Gathering], most: int | None) -> None:
@@ -369,11 +373,10 @@ def _marked(module: torch.nn.Module) -> dict[str, Part]:
     return getattr(type(module), _MARK, {})
 
 
-def shard_model(model: torch.nn.Module) -> dict[int, Part]:
+def shard_model(model: torch.nn.Module, among: Division) -> dict[int, Part]:
     """Leaves parts in the parameters, which keep their identity, but for scalars, those with fewer rows than there
     are ranks, and those of recurrent modules, whose parameters are read in other ways."""
     done: dict[int, Part] = {}
-    among = Division.of_all()
     for module in list(model.modules()):
         if isinstance(module, torch.nn.RNNBase):
             continue
@@ -461,12 +464,12 @@ def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtyp
     module.register_forward_hook(lambda _, args, out: cast(result, out))
 
 
-def average_reads(model: torch.nn.Module, done: Mapping[int, Part]) -> dict[int, Gathering]:
+def average_reads(model: torch.nn.Module, done: Mapping[int, Part], among: Division) -> dict[int, Gathering]:
     """Has all parameters that are not in parts averaged where they are read; how each is read, by id."""
     ways: dict[int, Gathering] = dict(done)
     for module in model.modules():
         rows = [(n, p) for n, p in module._parameters.items() if p is not None and id(p) not in done]
-        _read_by(module, {n: ways.setdefault(id(p), Averaging()) for n, p in rows if p.requires_grad})
+        _read_by(module, {n: ways.setdefault(id(p), Averaging(among)) for n, p in rows if p.requires_grad})
     return ways
 
 

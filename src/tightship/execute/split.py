@@ -21,6 +21,7 @@ from tightship.analysis.patches import Finder, Patches, Region
 from tightship.cached import cached_property
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.split_trials import patch_verdict, verdict
+from tightship.frontends.torch.collectives import sends
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.split import split
 from tightship.frontends.torch.split_chains import WIDE, Chain, chains
@@ -337,8 +338,10 @@ def planned(
 def advice(
     captured: Program, limit: int, allow: str, least_of: Callable[[Program], int] | None = None
 ) -> tuple[str, ...]:
-    """What splitting would come to where it was not allowed; nothing without a chain that helps. ``least_of``: as for
-    `Splitting`."""
+    """What splitting would come to where it was not allowed; nothing without a chain that helps, or on several ranks.
+    ``least_of``: as for `Splitting`."""
+    if sends(captured):
+        return ()
     splitting = Splitting(captured, ROUNDING, least_of=least_of)
     if splitting.finder is not None:
         choice = splitting.finder.best(limit) or splitting.finder.least()

@@ -25,6 +25,7 @@ from tightship.errors import Infeasible
 from tightship.execute.away import Fetch, FetchPiece, Lent, Store, StorePiece, Streams, Turn
 from tightship.execute.split import Choice
 from tightship.execute.split_trials import same_in_pieces
+from tightship.frontends.torch.collectives import sends_parts
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of
 from tightship.graph import Graph, Op, Request, Storage, Value, aligned
@@ -531,9 +532,9 @@ def moving(base: Program, slots: Sequence[Slot], pieces: int, streams: Streams) 
 
 
 def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:
-    """What streaming would come to where it was not allowed; nothing where it would not help."""
+    """What streaming would come to where it was not allowed; nothing where it would not help, or ranks have parts."""
     slots = _candidates(base)
-    if not slots:
+    if not slots or sends_parts(base):
         return ()
     graph = all_streamed(base).graph
     bound = int(lower_bound(graph))

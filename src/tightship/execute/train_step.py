@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -397,7 +397,8 @@ class TrainStep(TrainVariants):
         )
         variant = None if in_eager else self._planned_update()
         if self._replicas is not None and not averaged:
-            self._average()
+            with self._metered(variant, "averaging gradients"):
+                self._average()
         elif self.ranks is not None:
             self.ranks.same("updates", lambda: "an update")
             self.ranks.begin()
@@ -450,9 +451,7 @@ class TrainStep(TrainVariants):
         in_parts = self._replicas is not None and self._replicas.shards and loop.scaler is not None
         if not parameters or not (loop.clips or loop.skip_nonfinite or in_parts):
             return True
-        kind = allocator.kind_of(str(next(iter(parameters.values())).device))
-        meter = allocator.Meter(kind) if allocator.why_not(kind) is None else None
-        with meter or nullcontext(), torch.no_grad():
+        with self._metered(variant, "clipping"), torch.no_grad():
             if loop.scaler is not None:
                 loop.scaler.unscale_(self.optimizer)
                 if self._replicas is not None:
@@ -461,14 +460,26 @@ class TrainStep(TrainVariants):
             if loop.skip_nonfinite and self.grad_norm is not None and not torch.isfinite(self.grad_norm):
                 return False
             loop.clip(parameters, self.grad_norm)
-        if meter is not None and variant is not None:
-            self._ran.between = variant.program.graph.static_bytes + self._beside + meter.peak
-            if self._limit is not None and self._ran.between > self._limit:
-                warnings.warn(
-                    f"clipping takes {format_bytes(self._ran.between)}, beyond the budget of "
-                    f"{format_bytes(self._limit)}", PeakMismatch, stacklevel=4,
-                )  # fmt: skip
         return True
+
+    @contextmanager
+    def _metered(self, variant: Variant | None, what: str) -> Iterator[None]:
+        """What is done between the parts of a step, which asks for memory beside the arena: measured, and compared
+        with the budget. ``variant``: the update that follows."""
+        kind = allocator.kind_of(str(next((p.device for _, p in self._owned.parameters), "cpu")))
+        if variant is None or allocator.why_not(kind) is not None:
+            yield
+            return
+        meter = allocator.Meter(kind)
+        with meter:
+            yield
+        nbytes = variant.program.graph.static_bytes + self._beside + meter.peak
+        self._ran.between = max(nbytes, self._ran.between or 0)
+        if self._limit is not None and nbytes > self._limit:
+            warnings.warn(
+                f"{what} takes {format_bytes(nbytes)}, beyond the budget of {format_bytes(self._limit)}",
+                PeakMismatch, stacklevel=6,
+            )  # fmt: skip
 
 
 def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

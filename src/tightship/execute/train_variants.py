@@ -210,9 +210,12 @@ class TrainVariants(Prepared):
             whole = self._own_updates()
             clip = self.loop.clipped if self.loop.clips else None
             averaged = () if self._replicas is None else self._replicas.averaged
+            among = None if self._replicas is None else self._replicas.among
             add_up = None if self._replicas is None else self._replicas.add_up
             repeats = self.ranks is not None
-            return Ending(whole.names, whole, clip, averaged=averaged, add_up=add_up, repeats=repeats)
+            return Ending(
+                whole.names, whole, clip, averaged=averaged, among=among, add_up=add_up, repeats=repeats
+            )  # fmt: skip
         updates = self._updates_if_any()
         if updates is not None and not self._split and (self._in_parts or self.loop.clips):
             wanted = updates.names

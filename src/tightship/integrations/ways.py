@@ -13,6 +13,7 @@ from tightship.cached import cached_property
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.split import Choice, Decision, Splitting
 from tightship.execute.stream import Streaming
+from tightship.frontends.torch.collectives import no_split, no_stream, sends, sends_parts
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import EXACT, STREAM, Options
@@ -59,6 +60,11 @@ class Ways:
         self.moves = "offload" in options.allow or "compress" in options.allow
         self.reached = 0
         self._whole: dict[str, Any] = {}
+        if program is not None and not self.is_onnx:
+            if mode and sends(program):
+                raise no_split()
+            if streams and sends_parts(program):
+                raise no_stream()
         trains = any(op.phase == "update" for op in graph.ops)
         if streams and (program is None or timed is None or not trains):
             raise Unsupported(

@@ -23,7 +23,8 @@ from tightship.frontends.torch import compat, compat_distributed
 
 __all__ = [
     "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages",
-    "reduced", "running", "scattered_means", "sending", "share", "summed", "unsent",
+    "no_split", "no_stream", "reduced", "running", "scattered_means", "sending", "sends", "sends_parts", "share",
+    "summed", "unsent",
 ]  # fmt: skip
 
 Waiting = Callable[[Any], None]
@@ -276,6 +277,34 @@ class Collective:
         )
 
 
+def sends(program: Any) -> bool:
+    """Whether a program is one of several ranks that send."""
+    return any(isinstance(call.fn, Collective) for call in program.calls)
+
+
+def sends_parts(program: Any) -> bool:
+    """Whether ranks have parts of parameters: gradients of whole ones are reduced behind the forward pass."""
+    rows = zip(program.graph.ops, program.calls, strict=True)
+    sent = ((op, call.fn) for op, call in rows if isinstance(call.fn, Collective))
+    return any(op.phase == "forward" or fn.kind != "reduce" for op, fn in sent)
+
+
+def no_split() -> Unsupported:
+    """The error for ops in slices on several ranks."""
+    return Unsupported(
+        "splitting ops on several ranks", "one rank plans for all, and what was split is not told",
+        "leave split out of allow",
+    )  # fmt: skip
+
+
+def no_stream() -> Unsupported:
+    """The error for what streams where ranks have parts."""
+    return Unsupported(
+        "streaming where ranks have parts of parameters", "what gathers them reads them in memory",
+        "leave stream out of allow, or give DataParallel(shard=False)",
+    )  # fmt: skip
+
+
 def resolved(group: Any) -> Any:
     """The process group that the argument of a collective names."""
     return compat_distributed.process_group(group) if isinstance(group, str) else group
@@ -314,10 +343,10 @@ def messages(sizes: Sequence[tuple[Any, int]], most: int | None = None) -> list[
     return rows
 
 
-def share(gradient: torch.Tensor, *, own: bool) -> torch.Tensor:
-    """This rank's part of the mean of a gradient over all ranks, as DistributedDataParallel computes it: each rank's
-    part first, then the sum. In place if its bytes are the gradient's ``own`` and lie without gaps."""
-    factor = 1.0 / dist.get_world_size()
+def share(gradient: torch.Tensor, size: int, *, own: bool) -> torch.Tensor:
+    """This rank's part of the mean of a gradient over ``size`` ranks, as DistributedDataParallel computes it: each
+    rank's part first, then the sum. In place if its bytes are the gradient's ``own`` and lie without gaps."""
+    factor = 1.0 / size
     return gradient.mul_(factor) if own and compat.is_dense(gradient) else gradient.mul(factor)
 
 
@@ -332,8 +361,10 @@ class Division(NamedTuple):
     replicas: int = 1
 
     @staticmethod
-    def of_all() -> Division:
-        return Division(dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size())
+    def of(group: Any = None) -> Division:
+        """Among the ranks of a process group; None: all."""
+        group = dist.group.WORLD if group is None else group
+        return Division(group.group_name, dist.get_rank(group), dist.get_world_size(group))
 
 
 def reduced(parts: Sequence[torch.Tensor], group: str | None = None) -> list[torch.Tensor]:
@@ -355,11 +386,12 @@ def _waited(packet: Any, given: Any, *how: Any) -> Any:
     return [wait(t) for t in made] if isinstance(made, (list, tuple)) else wait(made)
 
 
-def average_now(gradients: Sequence[torch.Tensor]) -> None:
-    """Their means over all ranks, in place, by one message, at once and outside of a captured step."""
+def average_now(gradients: Sequence[torch.Tensor], among: Division) -> None:
+    """Their means over ranks, in place, by one message, at once and outside of a captured step."""
     with torch.no_grad():
-        parts = [share(g, own=True) for g in gradients]
-        for g, part, mean in zip(gradients, parts, reduced(parts) if parts else (), strict=True):
+        parts = [share(g, among.size, own=True) for g in gradients]
+        means = reduced(parts, among.group) if parts else ()
+        for g, part, mean in zip(gradients, parts, means, strict=True):
             if part is not g:
                 g.copy_(mean)
 
@@ -369,9 +401,9 @@ def summed(tensor: torch.Tensor, group: str | None = None) -> torch.Tensor:
     return reduced([tensor], group)[0]
 
 
-def broadcast(tensor: torch.Tensor) -> None:
-    """At once: the contents of rank 0's."""
-    collective(torch.ops._c10d_functional.broadcast_.default)(tensor, 0, dist.group.WORLD)
+def broadcast(tensor: torch.Tensor, among: Division) -> None:
+    """At once: the contents of the first rank's."""
+    collective(torch.ops._c10d_functional.broadcast_.default)(tensor, 0, among.group)
 
 
 def gathered(parts: Sequence[torch.Tensor], among: Division) -> list[torch.Tensor]:

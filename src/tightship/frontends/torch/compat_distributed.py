@@ -48,6 +48,16 @@ def process_group(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
+def mesh_of(name: str, device: str) -> Any:
+    """The mesh of the ranks of a group."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    group = process_group(name)
+    if group is torch.distributed.group.WORLD:
+        return init_device_mesh(device, (world_size(),))
+    return DeviceMesh.from_group(group, device)
+
+
 def process_groups_store() -> Any:
     """The key-value store that the default process group was made with, which all ranks reach."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -251,7 +261,8 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
     sizes: set[int] = set()
     for _, state in _fully_shard_states(model):
         for group in state._fsdp_param_groups:
-            if type(group.offload_policy).__name__ != "OffloadPolicy":
+            offloads = type(group.offload_policy).__name__ != "OffloadPolicy"
+            if offloads and group.device.type != "cpu":  # where they are anyway
                 options["offload_policy"] = None
             if group.gradient_divide_factor is not None:
                 options["set_gradient_divide_factor"] = None
@@ -387,10 +398,8 @@ def let_go_of_buckets(ddp: Any) -> None:
 
 
 def own_ddp_options(ddp: Any) -> list[str]:
-    """What of a DistributedDataParallel changes numbers, beside averaging over all ranks."""
+    """What of a DistributedDataParallel changes numbers, beside averaging over the ranks of its group."""
     options = []
-    if ddp.process_group is not torch.distributed.group.WORLD:
-        options.append("process_group")
     if ddp.mixed_precision is not None:
         options.append("mixed_precision")
     if ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):  # torch's own stand in the log alone

@@ -37,6 +37,7 @@ from tightship.frontends.torch.compat_inductor_lines import (
     Kernel,
     Lowered,
     calls_others,
+    sequence,
 )
 from tightship.frontends.torch.compat_inductor_partitions import (
     Pair,
@@ -92,6 +93,7 @@ __all__ = [
     "realize_as_is",
     "require_inductor",
     "runs_once",
+    "sequence",
     "stock_pair",
     "stock_saved",
     "with_backward",

@@ -14,8 +14,9 @@ from typing import Any, Final
 import torch
 
 from tightship.errors import Unsupported
+from tightship.frontends.torch.compiled_collectives import NAMESPACE, number_of
 
-__all__ = ["AS_IT_IS", "LEAN", "ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines"]
+__all__ = ["AS_IT_IS", "LEAN", "ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines", "sequence"]
 
 
 # --- what a lowered graph asks of memory -----------------------------------------------------------------------
@@ -26,12 +27,13 @@ class Kernel:
     """A kernel that Inductor calls and has not written: it may ask for memory by itself. ``key`` is equal for calls
     that ask the same; ``prepare`` makes tensors like its inputs, ``nbytes`` of them, filled with the number that it
     gets for floats and the one for all others, and returns the call on them. ``foreign``: the op, where it is none
-    of PyTorch's."""
+    of PyTorch's; ``sends``: which of the program's collectives it is, if it is one."""
 
     key: str
     prepare: Callable[[float, int], Callable[[], Any]]
     nbytes: int = 0
     foreign: str = ""
+    sends: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,7 @@ class _Like:
 
 
 _OF_PYTORCH: Final = frozenset(
-    "aten prim prims inductor rngprims higher_order quantized mkldnn mkl onednn _c10d_functional".split()
+    f"aten prim prims inductor rngprims higher_order quantized mkldnn mkl onednn _c10d_functional {NAMESPACE}".split()
 )
 """Namespaces of ops that do nothing but compute their results."""
 
@@ -337,7 +339,14 @@ def _kernel(node: Any) -> Kernel:
     nbytes = sum(like.nbytes for like in _likes((args, kwargs)))
     op = getattr(node, "op_overload", None)
     foreign = str(op) if getattr(op, "namespace", "aten") not in _OF_PYTORCH else ""
-    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare, nbytes, foreign)
+    key = repr((name, node.get_kernel_name(), args, kwargs))
+    return Kernel(key, prepare, nbytes, foreign, number_of(op, args))
+
+
+def sequence(lowered: Lowered) -> tuple[int, ...]:
+    """Which of the program's collectives run, in order."""
+    kernels = (e.kernel for e in lowered.events)
+    return tuple(k.sends for k in kernels if k is not None and k.sends is not None)
 
 
 def calls_others(lowered: Lowered) -> bool:

@@ -21,8 +21,10 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from tightship.errors import TightshipError, Unsupported
-from tightship.frontends.torch import compat, compat_distributed, compat_inductor_tracing
+from tightship.frontends.torch import compat, compat_inductor_tracing
 from tightship.frontends.torch.capture.data_guards import only_raises
+from tightship.frontends.torch.collectives import Collective
+from tightship.frontends.torch.compiled_collectives import as_ops
 from tightship.frontends.torch.optimizer.copy import Path, bare
 from tightship.frontends.torch.optimizer.given import each, independent
 from tightship.frontends.torch.optimizer.updates import Updater
@@ -126,11 +128,9 @@ class _Flattening:
                 )
             homes[s] = slot.value
         for op, call in zip(graph.ops, self.program.calls, strict=True):
-            if compat_distributed.is_collective(call.fn):
-                raise Unsupported(
-                    "a collective op in compiled mode", "ranks would wait for each other while bytes are measured",
-                    'use mode="exact"',
-                )  # fmt: skip
+            if isinstance(call.fn, Collective):
+                as_ops(call.fn)  # which raises
+                continue
             if not isinstance(call.fn, (Updater, torch._ops.OpOverload)) and not only_raises(call.fn):
                 where = graph.place(graph.ops.index(op))
                 raise Unsupported(
@@ -157,6 +157,7 @@ class _Flattening:
                 seen[v] = viewed(held[s], values[bases[s]], values[v])
             return seen[v]
 
+        sent = 0
         for op, call in zip(graph.ops, program.calls, strict=True):
             compat_inductor_tracing.of_module(op.module if op.phase == "forward" else None)
             args, kwargs = substitute((call.args, call.kwargs), read)
@@ -167,6 +168,9 @@ class _Flattening:
                 continue
             if compat_inductor_tracing.is_grouped_mm(call.fn):
                 out = compat_inductor_tracing.grouped_mm(*args, like=values[call.results[0]], **kwargs)
+            elif isinstance(call.fn, Collective):
+                out = as_ops(call.fn)(sent, *args, **kwargs)
+                sent += 1
             else:
                 out = _AS_INDUCTOR.get(str(call.fn), call.fn)(*args, **kwargs)
             for k, (v, t) in enumerate(zip(call.results, flat(out), strict=True)):
@@ -174,7 +178,8 @@ class _Flattening:
                     continue
                 s = values[v].storage
                 if v == bases[s]:
-                    compiled = self._compiled_strides(call.fn, args, kwargs)
+                    own = isinstance(call.fn, Collective)
+                    compiled = None if own else self._compiled_strides(call.fn, args, kwargs)
                     t = _laid_out(t, values[v], t.stride() if compiled is None else compiled[k])
                 held[s] = t
         return [read(v) for v in program.results]

@@ -22,6 +22,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.builder import GraphBuilder, trace_line
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.frontends.torch.compat_inductor import is_view
+from tightship.frontends.torch.compiled_collectives import is_gather, number_of
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.plan import Plan, Step
@@ -398,6 +399,7 @@ class Fusing:
         if not outs and not effect:
             return
         once = any(self.value.get(m) in reads for m in self.overwritten)
+        once = once or (number_of(n.target, n.args) is not None and not is_gather(n.target))
         flops, seconds = self._cost(n, reads, outs)
         self.seconds[n.name] = seconds
         phase = "backward" if n in self.late else "forward"

@@ -16,7 +16,7 @@ from tightship.frontends.torch.capture.checks import check_held
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.step import Capture, tensors_of
 from tightship.frontends.torch.capture.tape import Origin, TapeValue
-from tightship.frontends.torch.collectives import reduced, share
+from tightship.frontends.torch.collectives import Division, reduced, share
 from tightship.frontends.torch.optimizer.updates import SeveralUpdates, Updates
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.structure import BatchSpec, Results
@@ -32,7 +32,7 @@ class Ending:
     Where the step ends with the backward pass, ``leaves`` is true: gradients are added to those of ``held``, in
     place, and the others are the program's last results; the optimizer's state stands beside them. Otherwise ``clip``
     changes gradients before the updates, in place, and may return a tensor, which is the program's last result.
-    ``averaged`` are the parameters whose gradients are averaged over all ranks before that, by message. ``add_up``
+    ``averaged`` are the parameters whose gradients are averaged ``among`` ranks before that, by message. ``add_up``
     adds up over all ranks, in place, those of which each rank still has a summand behind the clipping.
     ``repeats``: whether collectives that change nothing may run again.
     """
@@ -43,6 +43,7 @@ class Ending:
     leaves: bool = False
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     averaged: tuple[tuple[str, ...], ...] = ()
+    among: Division | None = None
     add_up: Callable[[Mapping[str, torch.Tensor]], None] | None = None
     repeats: bool = False
 
@@ -169,7 +170,8 @@ class StepCapture(Capture):
         return program
 
     def _averaged(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Averages gradients over all ranks in place, as soon as nothing else needs those of one message."""
+        """Averages gradients over ranks in place, as soon as nothing else needs those of one message."""
+        among = self.ending.among
         records, tape = self.tape.records, self.tape
         buckets = [[n for n in names if n in gradients] for names in self.ending.averaged]
         homes = {n: tape.storage(tape.value(gradients[n])) for names in buckets for n in names}
@@ -185,16 +187,17 @@ class StepCapture(Capture):
 
         with torch.no_grad(), self.executing(), self.recorder.in_phase("backward"):
             for names in filter(None, buckets):
+                assert among is not None
                 owned, parts = [], []
                 for n in names:
                     owned.append(
                         list(homes.values()).count(homes[n]) == 1 and not tape.storages[homes[n]].role
                     )
                     known = len(records)
-                    parts.append(share(gradients[n], own=owned[-1]))
+                    parts.append(share(gradients[n], among.size, own=owned[-1]))
                     recorded(last.get(homes[n], -1), known)
                 known = len(records)
-                means = reduced(parts)
+                means = reduced(parts, among.group)
                 recorded(max(last.get(homes[n], -1) for n in names), known)
                 for n, own, mean in zip(names, owned, means, strict=True):
                     if not own:

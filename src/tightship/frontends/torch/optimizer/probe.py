@@ -9,7 +9,7 @@ norm over all gradients is seen whatever its limit. In all other cases it steps 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,7 +36,10 @@ from tightship.frontends.torch.optimizer.copy import (
 )
 from tightship.frontends.torch.program import tensors_in
 
-__all__ = ["BY_ITSELF", "DRAWS", "Flow", "does_not_run", "needs_closure", "why_together"]
+__all__ = [
+    "BY_ITSELF", "DRAWS", "Flow", "Follow", "Pair", "Scenario", "Trial", "does_not_run", "needs_closure", "normal",
+    "same", "scenarios", "why_together",
+]  # fmt: skip
 
 
 # What these make does not depend on the numbers of their tensor.
@@ -51,7 +54,7 @@ _LEAVES = (
 Owners = frozenset[int]
 
 
-class _Follow(TorchDispatchMode):
+class Follow(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.owners: dict[int, Owners] = {}
@@ -106,7 +109,7 @@ class _Follow(TorchDispatchMode):
 class _Leaving(TorchFunctionMode):
     """Numbers that leave torch by a way no op sees."""
 
-    def __init__(self, follow: _Follow) -> None:
+    def __init__(self, follow: Follow) -> None:
         super().__init__()
         self.follow = follow
 
@@ -123,8 +126,8 @@ class _Leaving(TorchFunctionMode):
 class Flow:
     """``met`` says where, in what ran while `watching`, numbers of several owners met or became Python's."""
 
-    def __init__(self) -> None:
-        self._follow = _Follow()
+    def __init__(self, follow: Follow | None = None) -> None:
+        self._follow = follow or Follow()
         self.met = self._follow.met
 
     def own(self, owner: int, tensor: torch.Tensor) -> None:
@@ -144,7 +147,7 @@ Gradients = Callable[[int, int, torch.Tensor], "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
-class _Scenario:
+class Scenario:
     """``gradient(step, parameter, normal)`` is made of a normally distributed one."""
 
     name: str
@@ -154,17 +157,16 @@ class _Scenario:
 
 
 @dataclass
-class _Pair:
-    """Two optimizers alike: ``whole`` steps ``ours`` together, ``parts`` steps ``theirs`` in turns."""
+class Pair:
+    """Optimizers alike: ``whole`` steps ``ours`` together, each of ``twins`` does what it is compared with."""
 
     whole: Any
     ours: list[torch.Tensor]
-    parts: Any
-    theirs: list[torch.Tensor]
+    twins: list[tuple[Any, list[torch.Tensor]]]
     flow: Flow
 
 
-def _scenarios(count: int, last_group: int) -> tuple[_Scenario, ...]:
+def scenarios(count: int, last_group: int) -> tuple[Scenario, ...]:
     """For ``count`` parameters, those from ``last_group`` on in a group of their own."""
 
     def one_is(value: float) -> Gradients:
@@ -176,13 +178,13 @@ def _scenarios(count: int, last_group: int) -> tuple[_Scenario, ...]:
 
     scales = (1.0, 50.0, 1e-4)
     return (
-        _Scenario("gradients of ordinary size", 12, lambda step, k, g: g * scales[k % 3], True),
-        _Scenario("gradients that are zero", 3, lambda step, k, g: g * 0),
-        _Scenario("tiny gradients", 3, lambda step, k, g: g * 1e-30),
-        _Scenario("a huge gradient", 4, lambda step, k, g: g * 1e15 if k == 1 else g),
-        _Scenario("an infinite gradient", 4, one_is(float("inf"))),
-        _Scenario("a gradient that is NaN", 4, one_is(float("nan"))),
-        _Scenario("parameters without a gradient", count + 2, missing),
+        Scenario("gradients of ordinary size", 12, lambda step, k, g: g * scales[k % 3], True),
+        Scenario("gradients that are zero", 3, lambda step, k, g: g * 0),
+        Scenario("tiny gradients", 3, lambda step, k, g: g * 1e-30),
+        Scenario("a huge gradient", 4, lambda step, k, g: g * 1e15 if k == 1 else g),
+        Scenario("an infinite gradient", 4, one_is(float("inf"))),
+        Scenario("a gradient that is NaN", 4, one_is(float("nan"))),
+        Scenario("parameters without a gradient", count + 2, missing),
     )
 
 
@@ -234,28 +236,18 @@ def needs_closure(optimizer: Any) -> Unsupported:
 
 
 def _tried(optimizer: Any) -> str | None:
-    trial = _Trial(optimizer)
+    trial = Trial(optimizer)
     trial.copy_steps()
-    why = why_not_plain(optimizer)
-    if why is not None:
-        return why
-    for scenario in _scenarios(len(trial.shapes), trial.last_group):
-        try:
-            why = trial.differs(scenario)
-        except Exception as error:
-            return f"tried with {scenario.name}, it raises {type(error).__name__}: {error}"
-        if why is not None:
-            return why
-    return None
+    return trial.tried(scenarios(len(trial.shapes), trial.last_group))
 
 
-class _Trial:
+class Trial:
     """Small parameters in groups like the optimizer's, and its class stepping them."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, most: int = _LARGEST) -> None:
         self.optimizer = optimizer
         self.step = compat.plain_step(type(optimizer))
-        self.groups = [(k, _shapes(g["params"])) for k, g in enumerate(optimizer.param_groups)]
+        self.groups = [(k, _shapes(g["params"], most)) for k, g in enumerate(optimizer.param_groups)]
         rows = [(k, shape, dtype) for k, found in self.groups for shape, dtype in found]
         self.shapes = [(shape, dtype) for _, shape, dtype in rows]
         self.places = [k for k, _, _ in rows]
@@ -269,6 +261,20 @@ class _Trial:
         for _ in range(2):
             stepped(copy, self.step, [(q, torch.zeros_like(q)) for q in others.values()])
 
+    def tried(self, found: Iterable[Scenario]) -> str | None:
+        """What goes wrong, or differs, in any of them."""
+        why = why_not_plain(self.optimizer)
+        if why is not None:
+            return why
+        for scenario in found:
+            try:
+                why = self.differs(scenario)
+            except Exception as error:
+                return f"tried with {scenario.name}, it raises {type(error).__name__}: {error}"
+            if why is not None:
+                return why
+        return None
+
     def fresh(self, start: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         params = [torch.nn.Parameter(t.clone()) for t in start]
         made = bare(self.optimizer)
@@ -281,18 +287,18 @@ class _Trial:
         ]
         return made, params
 
-    def pair(self, start: Sequence[torch.Tensor]) -> _Pair:
-        pair = _Pair(*self.fresh(start), *self.fresh(start), Flow())
+    def pair(self, start: Sequence[torch.Tensor]) -> Pair:
+        pair = Pair(*self.fresh(start), [self.fresh(start)], Flow())
         for k, p in enumerate(pair.ours):
             pair.flow.own(k, p)
         return pair
 
-    def differs(self, scenario: _Scenario) -> str | None:
+    def differs(self, scenario: Scenario) -> str | None:
         generator = torch.Generator().manual_seed(0)
-        pair = self.pair([_normal(s, d, generator) for s, d in self.shapes])
+        pair = self.pair([normal(s, d, generator) for s, d in self.shapes])
         try:
             for step in range(scenario.steps):
-                rows = [_normal(s, d, generator) for s, d in self.shapes]
+                rows = [normal(s, d, generator) for s, d in self.shapes]
                 why = self.step_both(pair, [scenario.gradient(step, k, g) for k, g in enumerate(rows)])
                 if why is not None:
                     return f"with {scenario.name}, {why}"
@@ -300,16 +306,17 @@ class _Trial:
         except Disagreement as error:
             return f"with {scenario.name}, the parameters do not agree on {error}"
 
-    def later(self, pair: _Pair, generator: torch.Generator) -> str | None:
+    def later(self, pair: Pair, generator: torch.Generator) -> str | None:
         """As if many more steps had been done: what happens every hundredth step is seen, too."""
         before = numbers_of(pair.whole, pair.ours)
         counters = None
         for ahead in (0, *_LATER):
             if ahead:
                 set_numbers(pair.whole, pair.ours, counters or (), ahead)
-                set_numbers(pair.parts, pair.theirs, counters or (), ahead)
+                for twin, params in pair.twins:
+                    set_numbers(twin, params, counters or (), ahead)
             for _ in range(3 if ahead else 1):
-                why = self.step_both(pair, [_normal(s, d, generator) for s, d in self.shapes])
+                why = self.step_both(pair, [normal(s, d, generator) for s, d in self.shapes])
                 if why is not None:
                     return f"after {ahead} steps, {why}"
             if not ahead:
@@ -319,7 +326,7 @@ class _Trial:
                     return None
         return None
 
-    def step_both(self, pair: _Pair, grads: Sequence[torch.Tensor | None]) -> str | None:
+    def step_both(self, pair: Pair, grads: Sequence[torch.Tensor | None]) -> str | None:
         """Steps one together and the other in turns; what went wrong or differs afterwards."""
         mine, others = ([None if g is None else g.clone() for g in grads] for _ in range(2))
         for k, g in enumerate(mine):
@@ -330,31 +337,32 @@ class _Trial:
         if pair.flow.met:
             return f"an op of its step, {pair.flow.met[0]}"
         present = [k for k, g in enumerate(others) if g is not None]
-        turns = Turns(pair.parts, [pair.theirs[k] for k in present])
+        ((parts, theirs),) = pair.twins
+        turns = Turns(parts, [theirs[k] for k in present])
         for k in present:
-            turns.run(self.places[k], pair.theirs[k], others[k])
-        if not all(map(_same, mine, others)):
+            turns.run(self.places[k], theirs[k], others[k])
+        if not all(map(same, mine, others)):
             return "what it leaves in one gradient depends on the others"
         return _difference(pair)
 
 
-def _shapes(params: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _shapes(params: Sequence[torch.Tensor], most: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes for a group like this: those it has, made smaller, and never one alone."""
-    found = dict.fromkeys((_smaller(tuple(p.shape)), p.dtype) for p in params if p.requires_grad)
+    found = dict.fromkeys((_smaller(tuple(p.shape), most), p.dtype) for p in params if p.requires_grad)
     several = list(found)[:6]
     return (several * 2)[: max(2, len(several))]
 
 
-def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """No more than `_LARGEST` elements, of the same number of dimensions."""
+def _smaller(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """No more than so many elements, of the same number of dimensions."""
     sizes = list(shape)
-    while torch.Size(sizes).numel() > _LARGEST:
+    while torch.Size(sizes).numel() > most:
         k = max(range(len(sizes)), key=sizes.__getitem__)
         sizes[k] = -(-sizes[k] // 2)
     return tuple(sizes)
 
 
-def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     wide = torch.complex64 if dtype.is_complex else torch.float32
     return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
 
@@ -362,14 +370,14 @@ def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 # --- comparing ------------------------------------------------------------------------------------------------
 
 
-def _difference(pair: _Pair) -> str | None:
-    whole, parts = pair.whole, pair.parts
-    if not all(map(_same, pair.ours, pair.theirs)):
+def _difference(pair: Pair) -> str | None:
+    whole, ((parts, theirs),) = pair.whole, pair.twins
+    if not all(map(same, pair.ours, theirs)):
         return "its update of one parameter depends on the others"
-    for k, (p, q) in enumerate(zip(pair.ours, pair.theirs, strict=True)):
-        if not _same(whole.state.get(p), parts.state.get(q)):
+    for k, (p, q) in enumerate(zip(pair.ours, theirs, strict=True)):
+        if not same(whole.state.get(p), parts.state.get(q)):
             return f"its state of parameter {k} depends on the others"
-    known = {id(p) for p in (*pair.ours, *pair.theirs)}
+    known = {id(p) for p in (*pair.ours, *theirs)}
     if any(id(k) not in known for k in (*whole.state, *parts.state)):
         return "its state has entries that are no parameter's"
     for what, a, b in zip(("attributes", "groups"), plain_part(whole), plain_part(parts), strict=True):
@@ -378,7 +386,7 @@ def _difference(pair: _Pair) -> str | None:
     return None
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Whether two trees are equal to the bit, in order."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
@@ -388,7 +396,7 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     return repr(a) == repr(b)

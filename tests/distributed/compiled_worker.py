@@ -1,0 +1,123 @@
+"""One rank: steps of several ranks that Inductor compiles, with collectives in their graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from worker import adamw, caught, digest, main
+
+import tightship
+
+WIDTH = 24
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(3):
+        layers += [torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)]
+    return torch.nn.Sequential(*layers)
+
+
+def batches(*rows: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(10 + dist.get_rank())
+    return [torch.randn(n, WIDTH, generator=g) for n in rows]
+
+
+def loss_of(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(m(x), x)
+
+
+GIVEN = (256, 256, 256)
+
+
+def eager() -> list[float]:
+    m = DistributedDataParallel(net())
+    o, losses = adamw(m), []
+    for b in batches(*GIVEN):
+        o.zero_grad()
+        loss = loss_of(m, b)
+        loss.backward()
+        o.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(how: str, budget: str, **options: Any) -> dict[str, Any]:
+    m = net()
+    wrapped: Any = (
+        DistributedDataParallel(m) if how == "ddp" else fully_shard(m) if how == "fully_shard" else m
+    )
+    given = (
+        {}
+        if wrapped is not m or how == "fully_shard"
+        else {"parallel": tightship.DataParallel(how == "shard")}
+    )
+    o, rows = adamw(wrapped), batches(*options.pop("rows", GIVEN))
+    step = tightship.fit(wrapped, loss_of, o, rows[0], budget, mode="compiled", **given, **options)
+    losses = [step(b).item() for b in rows]
+    return {
+        "losses": losses,
+        "digest": digest(step.state_dict(full=True)["model"].values()),
+        "measure": step.measure(),
+        "recomputed": step.plan.recomputed,
+        "notes": step.notes,
+    }
+
+
+def ways() -> Any:
+    return {"eager": eager()} | {
+        f"{how} {budget}": trained(how, budget)
+        for how, budget in (("ddp", "100%"), ("shard", "static+60%"), ("fully_shard", "100%"))
+    }
+
+
+def in_parts() -> Any:
+    """Two batches for each update, whose gradients are averaged between compiled passes."""
+    rows = {}
+    for mode in ("exact", "compiled"):
+        m = net()
+        options: dict[str, Any] = {"accumulate": 2, "parallel": tightship.DataParallel(), "mode": mode}
+        step = tightship.fit(m, loss_of, adamw(m), batches(64)[0], "100%", **options)
+        rows[mode] = [step(b).item() for b in batches(64, 64, 64, 64)]
+    return rows | {"digest": digest(m.parameters())}
+
+
+def other_rows() -> Any:
+    """The last batch of rank 1 is shorter."""
+    return trained("ddp", "150%", rows=(64, 64, 32 if dist.get_rank() else 64))
+
+
+def infeasible() -> Any:
+    m = DistributedDataParallel(net())
+    return caught(lambda: tightship.fit(m, loss_of, adamw(m), batches(256)[0], "static+1%", mode="compiled"))
+
+
+def failing_kernel() -> Any:
+    """An index that only rank 1's batch has too large, between collectives of compiled code."""
+    torch.manual_seed(0)
+    m = torch.nn.Sequential(torch.nn.Embedding(16, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+    words = torch.arange(16)
+    step = tightship.fit(
+        m, lambda m, x: m(x).pow(2).mean(), adamw(m), words, "100%", mode="compiled",
+        parallel=tightship.DataParallel(shard=True, bucket=0),
+    )  # fmt: skip
+    first = step(words).item()
+    words = words + 1 if dist.get_rank() else words
+    return {"first": first, "error": caught(lambda: step(words))}
+
+
+def other_first_rows() -> Any:
+    """A percentage would be of another step on each rank."""
+    m = DistributedDataParallel(net())
+    rows = batches(32 if dist.get_rank() else 64)
+    return caught(lambda: tightship.fit(m, loss_of, adamw(m), rows[0], "100%", mode="compiled"))
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,66 @@
+"""Compiled steps of several ranks: each within its budget to the byte, by one decision, with collectives inside."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ranks import Rows, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return run(
+        "ways",
+        "in_parts",
+        "other_rows",
+        "infeasible",
+        "other_first_rows",
+        worker="compiled_worker.py",
+        most=900,
+    )
+
+
+def test_compiled_steps_train_as_eager_does_and_measure_what_was_planned(rows: Rows) -> None:
+    for row in rows["ways"]:
+        eager = row.pop("eager")
+        assert len(row) == 3
+        for how, found in row.items():
+            assert found["losses"] == pytest.approx(eager, rel=1e-4), how
+            measure = found["measure"]
+            assert measure["measured_peak"] == measure["planned_peak"] <= measure["budget"], how
+            assert measure["misses"] == 0
+        assert row["shard static+60%"]["recomputed"] > 0
+    for how in ("ddp 100%", "shard static+60%", "fully_shard 100%"):
+        assert len({row[how]["digest"] for row in rows["ways"]}) == 1
+
+
+def test_gradients_of_several_batches_are_averaged_between_compiled_passes(rows: Rows) -> None:
+    for row in rows["in_parts"]:
+        assert row["compiled"] == pytest.approx(row["exact"], rel=1e-4)
+    assert len({row["digest"] for row in rows["in_parts"]}) == 1
+
+
+def test_a_shorter_batch_on_one_rank_is_compiled_there(rows: Rows) -> None:
+    assert len({row["digest"] for row in rows["other_rows"]}) == 1
+
+
+def test_a_budget_that_nothing_meets_is_the_same_error_everywhere(rows: Rows) -> None:
+    first, second = rows["infeasible"]
+    assert first["type"] == second["type"] == "Infeasible"
+    assert first["text"] == second["text"]
+
+
+def test_a_percentage_of_other_steps_is_refused_on_all(rows: Rows) -> None:
+    for row in rows["other_first_rows"]:
+        assert row["type"] == "PeerFailed"
+        assert "give bytes" in row["text"]
+
+
+def test_a_kernel_that_fails_on_one_rank_ends_all() -> None:
+    found = run("failing_kernel", worker="compiled_worker.py", most=900)
+    for row in found["failing_kernel"]:
+        assert row["error"]["type"] == "PeerFailed"
+        assert "rank 1" in row["error"]["text"]
+        assert row["error"]["seconds"] < 5
