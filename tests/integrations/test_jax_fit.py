@@ -591,6 +591,27 @@ def test_what_is_made_again_in_a_shard_map_differs_from_device_to_device_as_befo
     assert fitted.fits[0].repeated > 0
 
 
+@pytest.mark.parametrize("branches", [2, 3])
+def test_what_a_branch_leaves_for_its_gradient_is_made_again(branches) -> None:
+    ways = [lambda x, w: jax.nn.gelu(x @ w), lambda x, w: jnp.sin(x @ w), lambda x, w: jnp.tanh(x @ w)]
+
+    def loss(params, x, which):
+        for w in params:
+            x = x + jax.lax.switch(which, ways[:branches], x, w)
+        return (x**2).mean()
+
+    def step(params, x, which):
+        value, grads = jax.value_and_grad(loss)(params, x, which)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    params = [0.1 * jax.random.normal(key, (32, 32)) for key in jax.random.split(jax.random.PRNGKey(0), 5)]
+    args = params, jax.random.normal(jax.random.PRNGKey(1), (256, 32)), jnp.int32(1)
+    fitted = tightship.jax.fit(step, "static+60%")
+    fit = fitted.prepare(*args)
+    assert fit.memory.total <= fit.budget and fit.repeated
+    assert same(fitted(*args), jax.jit(step)(*args))
+
+
 @pytest.mark.parametrize("kind", ["cond", "while", "scan in scan"])
 def test_training_inside_of_control_flow_is_planned(kind) -> None:
     inner = step_of(in_a_row)

@@ -422,6 +422,7 @@ def on_values(
     program = ops.program
     given = program.inputs if inputs is None else inputs
     wanted = program.outputs if outputs is None else outputs
+    needed = _needed(ops, steps, wanted)
 
     def run(*args: Any) -> list[Any]:
         known = dict(program.constants) | dict(zip(given, args, strict=True))
@@ -435,7 +436,7 @@ def on_values(
                 known |= ops.compute(op, known)
                 for v in ops.reads(ops.members[op]):
                     before.pop(v, None)
-                before |= dict.fromkeys(v for v in ops.results[op] if _tells(program.avals[v]))
+                before |= dict.fromkeys(v for v in needed[at] if _tells(program.avals[v]))
                 at += 1
                 continue
             end = next((k for k in range(at, len(steps)) if not steps[k][0]), len(steps))
@@ -450,6 +451,18 @@ def on_values(
         return [known[x] if isinstance(x, int) else array_of(x) for x in wanted]
 
     return run
+
+
+def _needed(ops: Ops, steps: Sequence[tuple[bool, int]], outputs: Sequence[Any]) -> list[list[int]]:
+    """The results of each step that are read before they are made again: to wait for another one, as of a branch that
+    leaves all that its gradient reads, would keep it until then."""
+    later = {x for x in outputs if isinstance(x, int)}
+    found: list[list[int]] = []
+    for _, op in reversed(steps):
+        found.append([v for v in ops.results[op] if v in later])
+        later.difference_update(ops.results[op])
+        later.update(ops.reads(ops.members[op]))
+    return found[::-1]
 
 
 def _tells(aval: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.jax_program import Equation, Ops, Program, on_values
@@ -90,11 +91,14 @@ class Planner:
     given: Iterator[Any] | None = None
     _inner: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _handed: dict[Any, tuple[Any, PlannedPair, list[Any]]] = field(default_factory=dict)
+    _pairs: dict[int, tuple[Program, tuple[Pair, ...]]] = field(default_factory=dict)
+    _ops: dict[int, tuple[Program, Ops]] = field(default_factory=dict)
+    _least: dict[int, tuple[Ops, int]] = field(default_factory=dict)
 
     def level(self, program: Program, beyond: float) -> Level:
         """The program with the fewest operations within ``beyond`` bytes, as the model has it, or the one that
         takes least: loops hand on as large a part of what they may as there is room for."""
-        pairs = pairs_of(program)
+        pairs = self._pairs_of(program)
         if not pairs or beyond == math.inf:
             return self._at(program, pairs, beyond, 1.0)[0]
         if self.given is not None:
@@ -131,7 +135,7 @@ class Planner:
     def by_policy(self, program: Program, policy: str, beyond: float) -> Level:
         """The program as `jax.checkpoint` with a policy has it: around the bodies of its loops, if it has pairs of
         them, and planned for ``beyond`` bytes beside these; else around all that leads to its gradients."""
-        pairs = pairs_of(program)
+        pairs = self._pairs_of(program)
         self.log.append(policy if self.given is None else next(self.given))
         return self._at(program, pairs, beyond, policy)[0]
 
@@ -139,10 +143,12 @@ class Planner:
         self, program: Program, pairs: Sequence[Pair], beyond: float, share: Share, pair: Pair | None = None
     ) -> tuple[Level, PlannedPair | None]:
         """The level where loops hand on ``share``; of a pair's joined program, with its two halves."""
-        program = replace(program, equations=[self._measured(e) for e in program.equations])
+        given = program
+        program = self._within(program)
         chosen = [(p, self._halves(p, math.inf, share)) for p in pairs]
         made = handed_on(program, chosen, self.hold)
-        ops = Ops(_without_inner(made) if beyond < math.inf else made)
+        plain = not pairs and not any(e.inner for e in made.equations)
+        ops = self._ops_of(given) if plain else Ops(_without_inner(made) if beyond < math.inf else made)
         policy = share if isinstance(share, str) and not pairs else None
         frame, steps = self._solved(ops, pair, share, beyond, policy)
         if beyond < math.inf and policy is None:
@@ -158,7 +164,7 @@ class Planner:
                 for p, halves in chosen
             ]
             made, inside = self._inside(handed_on(program, chosen, self.hold), room, short)
-            ops = Ops(made)
+            ops = ops if plain else Ops(made)
             if any(e.inner for e in made.equations):
                 frame, steps = self._solved(ops, pair, share, beyond, policy)
             else:
@@ -166,6 +172,16 @@ class Planner:
         else:
             inside = 0
         return self._level(ops, frame, steps, inside + sum(_repeats(p, h) for p, h in chosen))
+
+    def _pairs_of(self, program: Program) -> tuple[Pair, ...]:
+        if id(program) not in self._pairs:
+            self._pairs[id(program)] = program, pairs_of(program)
+        return self._pairs[id(program)][1]
+
+    def _ops_of(self, program: Program) -> Ops:
+        if id(program) not in self._ops:
+            self._ops[id(program)] = program, Ops(program)
+        return self._ops[id(program)][1]
 
     def _level(self, ops: Ops, frame: _Frame, steps: Steps, again: int) -> tuple[Level, PlannedPair | None]:
         graph = frame.graph
@@ -196,7 +212,7 @@ class Planner:
         key = (id(pair.first.made), id(pair.second.made), share, beyond)
         if key not in self._handed or self.given is not None:
             kept, self.log = self.log, []
-            planned = self._at(pair.joined, pairs_of(pair.joined), beyond, share, pair)[1]
+            planned = self._at(pair.joined, self._pairs_of(pair.joined), beyond, share, pair)[1]
             assert planned is not None
             self._handed[key] = pair, planned, self.log
             self.log = kept
@@ -218,15 +234,28 @@ class Planner:
         if self.given is not None:
             frame = _frame(ops, pair, share, float(next(self.given)))
             return frame, self._solve(frame)
+        beyond, over = max(beyond, self._least.get(id(ops), (ops, 0))[1]), math.inf
         for _ in range(1 + _TIGHTENED):
             frame = _frame(ops, pair, share, beyond)
             steps = _plan(frame.graph, beyond)
             need = _peak(frame.graph, steps) - frame.graph.static_bytes
             if need <= beyond + (1 << 10):
                 break
-            beyond = need
+            least = self._least_of(ops, pair)
+            if beyond >= least:  # what is handed on is more than the share, whatever the bodies take
+                if need - beyond >= over:
+                    break
+                over = need - beyond
+            beyond = max(need, least)
         self.log += [float(frame.beyond), steps]
         return frame, steps
+
+    def _least_of(self, ops: Ops, pair: Pair) -> int:
+        """The bytes that bodies of a pair take whatever is handed on, as near as plans come."""
+        if id(ops) not in self._least:
+            graph = _frame(ops, pair, 0.0, 0.0).graph
+            self._least[id(ops)] = ops, _peak(graph, _plan(graph, 0.0)) - graph.static_bytes
+        return self._least[id(ops)][1]
 
     def _solve(self, frame: _Frame) -> Steps:
         if self.given is not None:
@@ -406,7 +435,9 @@ def _plan(graph: Graph, beyond: float) -> Steps:
     """Which op runs when, so that the graph takes ``beyond`` bytes beyond what it is given; as near as plans come."""
     if beyond == math.inf or replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
         return [(False, op) for op in range(len(graph.ops))]
-    limit = graph.static_bytes + int(beyond)
+    limit = max(
+        graph.static_bytes + int(beyond), aligned(lower_bound(graph))
+    )  # for less nothing is found, slowly
     options = default.Options(order="given", place=False, seconds=60.0, work=_WORK, gap=0.01)
     for _ in range(_TIGHTENED):
         try:

@@ -222,12 +222,20 @@ class Archive(msgspec.Struct, frozen=True):
 
 _AT_LEAST, _TRIES = 2, 4
 """Plans that are looked at however long it takes, and at most once one is within the budget; twice as many before."""
-_NEAR, _CHEAP = 0.95, 1.005
+_NEAR, _CHEAP, _WORTH = 0.95, 1.005, 0.002
 """A plan that needs at least this part of the budget's temporaries, or at most this many times the operations that
-must be, is not improved upon."""
-_ALMOST, _CLOSE = 2.0, 1.1
-"""How far from the budget's temporaries a policy's program may be that is looked at all the same; and one in XLA's
-other order, by what that took before."""
+must be, is not improved upon; nor is one that what it leaves of the budget would save at most this part of them, if
+each byte saved as many as those that were taken from the step cost."""
+_AIM = 0.97
+"""Part of the budget's temporaries that the next plan is to take, after one that took more."""
+_ALMOST, _MAYBE = 2.0, 1.15
+"""How far from the budget's temporaries a policy's program may be that is looked at all the same: by the model, and
+by what XLA made of plans of the model."""
+_CLOSE, _ANYHOW = 1.1, 1.08
+"""How far a program in the one of XLA's orders may be for the other one to be tried: by what that took before, and of
+a small program whatever it took."""
+_SMALL = 500
+"""Equations of a program that is soon looked at: twice as many plans are."""
 _LEAST = 0.5
 """Part of the budget's temporaries that a plan is asked to take, before it is asked for the least there is."""
 _SLOPES = (0.5, 0.9, 1.0)
@@ -264,6 +272,8 @@ class Search:
         self._other = math.inf
         self._last: tuple[float, int] | None = None
         self._more = 0
+        self._policies: list[tuple[Level, list[Any]]] | None = None
+        self._small = len(self.program.equations) <= _SMALL
         self._flops = sum(e.flops for e in self.program.equations)
 
     @property
@@ -274,8 +284,13 @@ class Search:
     def run(self) -> tuple[Candidate, Any]:
         """The program with the fewest operations of those within the limit, and what XLA compiled of it. Raises
         ``Infeasible``."""
-        self._by_policies()
         self._planned()
+        least, most = math.inf, _ALMOST * self.room + self.before.outputs
+        if fits := self.fitting():
+            least = min(c.level.flops for c in fits)
+            made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
+            most = _MAYBE * self.room / made
+        self._by_policies(least, most)
         least = int(min((self.before.total, self.least, *self.tried)))
         for _ in range(_WRONG):
             fits = self.fitting()
@@ -300,16 +315,23 @@ class Search:
     def _planned(self) -> None:
         """Plans for bytes that follow from what XLA made of the plan before."""
         low, high = 0.0, math.inf
-        beyond = float(self.room + self.before.outputs)
-        if beyond >= unplanned_bytes(self.program):
+        unplanned = unplanned_bytes(self.program)
+        more = unplanned - self.before.temporaries  # what XLA takes for results by itself, or never has
+        beyond = float(self.room + min(self.before.outputs, max(0, more)))
+        if beyond >= unplanned:
             beyond = math.inf
+        most = 2 * _TRIES if self._small else _TRIES
         for tries in range(2 * _TRIES):
             late = tries >= (_AT_LEAST if low > 0 else _TRIES) and time.process_time() > self.until
             fits = self.fitting()
-            if self.room <= 0 or (fits and ((low > 0 and tries >= _TRIES) or late)):
+            if self.room <= 0 or (fits and ((low > 0 and tries >= most) or late)):
                 break
             self.planner.log = []
-            level = self.planner.level(self.program, beyond)
+            level, log = self.planner.level(self.program, beyond), self.planner.log
+            if self._last is not None and low == 0:
+                planned, compiled = self._last
+                self._by_policies(level.flops, _MAYBE * self.room * planned / max(1, compiled))
+                fits, self.planner.log = self.fitting(), log
             if tries and level.flops > min((c.level.flops for c in fits), default=math.inf) and low == 0:
                 break
             takes, known = min(beyond, float(level.peak)), len(self._looks)
@@ -327,7 +349,7 @@ class Search:
                 following = (low + high) / 2
             else:
                 high = min(high, takes)
-                following = min(0.97 * takes, takes + spare / self._slope(takes, made.memory.temporaries))
+                following = min(0.97 * takes, self._lower(takes, made.memory.temporaries))
                 following = max(following, _LEAST * self.room) if beyond > _LEAST * self.room else 0.0
             if beyond == 0.0 or following < 0 or abs(following - beyond) < 0.01 * following:
                 break
@@ -335,29 +357,39 @@ class Search:
 
     def _cheap(self, made: Candidate) -> bool:
         """Whether next to nothing is left to win: neither by the model, nor by XLA's count."""
-        most = _CHEAP * self.operations if self.operations else math.inf
-        return made.level.flops <= _CHEAP * self._flops and made.operations <= most
+        of_model = made.level.flops / max(1, self._flops) - 1
+        counted = made.operations / self.operations - 1 if self.operations else 0.0
+        dear, took = max(of_model, counted), made.memory.temporaries
+        return dear <= _CHEAP - 1 or dear * (self.room - took) <= _WORTH * (self.before.temporaries - took)
 
-    def _slope(self, takes: float, made: int) -> float:
-        """By how much the program shrank for each byte that was taken from the plan before it."""
+    def _lower(self, takes: float, made: int) -> float:
+        """The bytes to plan for after a plan that ``takes`` so many, of which XLA made too many: by how much the
+        program shrank for each byte that was taken from the plan before it; at first as much as by their ratio, or
+        less."""
         least, first, most = _SLOPES
         before, self._last = self._last, (takes, made)
+        short = made - _AIM * self.room
         if before is None or before[0] <= takes:
-            return first
-        return min(most, max(least, (before[1] - made) / (before[0] - takes)))
+            by_ratio = takes * (1 - short / made) if made > takes else 0.0
+            return max(takes - short / first, by_ratio)
+        return takes - short / min(most, max(least, (before[1] - made) / (before[0] - takes)))
 
-    def _by_policies(self) -> None:
-        """What the policies of `jax.checkpoint` make of the step, up to the first that is within the budget: what is
-        planned is never behind."""
+    def _by_policies(self, flops: float, most: float) -> None:
+        """What the policies of `jax.checkpoint` make of the step, those with fewer than ``flops`` that take at most
+        ``most`` bytes by the model, up to the first that is within the budget: what is planned is never behind."""
         if self.before.total <= self.limit or self.room <= 0:
             return
-        made: list[tuple[int, int, Level, list[Any]]] = []
-        for policy in POLICIES:
-            self.planner.log = []
-            level = self.planner.by_policy(self.program, policy, float(self.room))
-            made.append((level.flops, len(made), level, self.planner.log))
-        for _, _, level, log in sorted(made, key=lambda row: row[:2]):
-            if level.peak <= _ALMOST * self.room + self.before.outputs:
+        if self._policies is None:
+            self._policies = []
+            for policy in POLICIES:
+                self.planner.log = []
+                level = self.planner.by_policy(self.program, policy, float(self.room))
+                self._policies.append((level, self.planner.log))
+            self._policies.sort(key=lambda row: row[0].flops)
+        for row in list(self._policies):
+            level, log = row
+            if level.flops < flops and level.peak <= most:
+                self._policies.remove(row)
                 self.planner.log = log
                 if self.look(level, float(self.room)).memory.temporaries <= self.room:
                     break
@@ -372,7 +404,7 @@ class Search:
             made = [c for (k, _), c in self._looks.items() if k == key]
             least = min((c.memory.temporaries for c in made), default=0)
             if any(c.order == order for c in made) or (
-                made and not self.room < least <= self._other * self.room
+                made and not self.room < least <= self._near * self.room
             ):
                 continue
             lowered = made[0].lowered if made else self.lower(level)
@@ -385,6 +417,10 @@ class Search:
             self._orders = tuple(c.order for c in made)
             self._other = _CLOSE * made[0].memory.temporaries / max(1, made[1].memory.temporaries)
         return made[0]
+
+    @property
+    def _near(self) -> float:
+        return max(self._other, _ANYHOW) if self._small else self._other
 
     def lower(self, level: Level) -> Any:
         run = on_values(level.ops, level.steps, self.planner.hold)
