@@ -1218,6 +1218,34 @@ def test_drawing_twice_is_refused():
     compat_inductor_partitions._checked(compat_inductor.Pair(graph(draw=True), graph(draw=False), 1))
 
 
+def test_what_the_backward_pass_draws_by_itself_is_not_saved():
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return x.sin()
+
+        @staticmethod
+        def backward(_ctx, grad):
+            return grad * torch.bernoulli(grad.sigmoid())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return Noisy.apply(self.map(x)).cos()
+
+    joint, outputs = joint_of(Model(), batch())
+    (drawn,) = [n for n in joint.graph.nodes if compat_inductor.draws(n)]
+    inputs = [n.name for n in joint.graph.find_nodes(op="placeholder") if not compat_compile.is_tangent(n)]
+    pair = compat_inductor.extract(joint, outputs, inputs)
+    assert drawn.name not in pair.saved
+    assert [compat_inductor.origin(n) for n in pair.backward.graph.nodes if compat_inductor.draws(n)] == [
+        drawn.name
+    ]
+
+
 def test_what_is_saved_is_taken_in_the_order_in_which_it_is_handed_over():
     """Another order would give the backward pass other tensors, and no error."""
     first, second = torch.fx.Graph(), torch.fx.Graph()
