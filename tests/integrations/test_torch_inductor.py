@@ -210,6 +210,19 @@ def test_an_infeasible_budget_of_a_step_says_what_the_optimizer_takes_of_it(monk
         call(torch.randn(8, 32))
 
 
+def test_what_inductor_fails_at_is_said_in_its_words():
+    from torch._inductor.exc import InductorError
+
+    def raising(error):
+        with compat_inductor._lowerable():
+            raise InductorError(error, None)
+
+    with pytest.raises(compat_inductor.NotLowered, match=r"Inductor fails at it \(no range for q3\)"):
+        raising(AssertionError("no range for q3\nmore"))
+    with pytest.raises(InductorError):  # ours are raised as they are, by who compiles
+        raising(errors.Unsupported("a line", "nobody knows what memory it takes"))
+
+
 def test_a_share_of_a_step_that_is_not_known_yet_holds_nothing_which_is_said():
     model = nn.Linear(16, 4).eval()
     call = compiled(model, budget="50%", cache=None)

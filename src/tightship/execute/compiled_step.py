@@ -47,7 +47,7 @@ from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import between_blocks
 from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
-from tightship.frontends.torch.compat_inductor import Lowered, Outdated
+from tightship.frontends.torch.compat_inductor import Lowered, NotLowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.given import each, independent
 from tightship.frontends.torch.optimizer.updates import Member, Updater, state_at
@@ -482,7 +482,11 @@ class _Compilation:
     ) -> Candidate[GraphModule]:
         key = tuple(map(compat_inductor.origin, gm.graph.nodes))
         if key not in self.seen:
-            replay = self.replayed(self.lower(gm))
+            try:
+                replay = self.replayed(self.lower(gm))
+            except NotLowered as error:
+                self.notes += [] if str(error) in self.notes else [str(error)]
+                raise
             self.count += 1
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1])

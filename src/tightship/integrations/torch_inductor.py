@@ -33,7 +33,7 @@ from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, Step
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, between_blocks, fuse
-from tightship.frontends.torch.compat_inductor import Lowered, Outdated, Pair
+from tightship.frontends.torch.compat_inductor import Lowered, NotLowered, Outdated, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
 from tightship.integrations.torch_partition import (
@@ -509,8 +509,8 @@ class _Search:
         lean.unplanned, lean.count = self.unplanned, self.count
         try:
             return lean.search(budget, static, lean.stock(1.0))
-        except Infeasible as error:
-            best = min(reached, error.best_peak)
+        except (Infeasible, NotLowered) as error:
+            best = min(reached, error.best_peak) if isinstance(error, Infeasible) else reached
             raise Infeasible(budget=budget, lower_bound=static, best_peak=best, compiled=True) from None
         finally:
             self.count = lean.count
@@ -585,7 +585,11 @@ class _Search:
     ) -> Candidate[Pair]:
         key = tuple(pair.saved), tuple(map(compat_inductor.origin, pair.backward.graph.nodes))
         if key not in self.seen:
-            forward, backward = self.lower(pair)
+            try:
+                forward, backward = self.lower(pair)
+            except NotLowered as error:
+                self.notes += [] if str(error) in self.notes else [str(error)]
+                raise
             self.count += 1
             replay = self.owner.step(pair, forward, backward).replay(self.owner.measured, self.owner.align)
             peak = max(replay.peaks)

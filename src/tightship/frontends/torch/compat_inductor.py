@@ -73,6 +73,7 @@ __all__ = [
     "Event",
     "Kernel",
     "Lowered",
+    "NotLowered",
     "Outdated",
     "Pair",
     "Stopped",
@@ -201,6 +202,26 @@ def _has(module: str, name: str) -> bool:
 # --- hooks into a compilation ---
 
 
+class NotLowered(Unsupported):
+    """Inductor fails at a graph of ours, or at a partition of its own: others may do."""
+
+
+@contextmanager
+def _lowerable() -> Iterator[None]:
+    """Inside, an error of Inductor's own is `NotLowered`, in its words."""
+    from torch._inductor.exc import InductorError
+
+    try:
+        yield
+    except InductorError as wrapped:
+        if isinstance(wrapped.inner_exception, (TightshipError, MemoryError)):
+            raise
+        words = str(wrapped.inner_exception).partition("\n")[0] or type(wrapped.inner_exception).__name__
+        raise NotLowered(
+            "a way to write the graph in compiled mode", f"Inductor fails at it ({words})"
+        ) from wrapped
+
+
 class Stopped(BaseException):
     """Ends a compilation where no more is wanted; no ``Exception``, which Inductor would wrap."""
 
@@ -314,12 +335,12 @@ def lower(
     extra = compile_fx.create_compiler_config_extra(pair.forward)
     inputs = [n.meta.get("val") for n in pair.forward.graph.find_nodes(op="placeholder")]
     gm = copied(pair.forward)
-    with _stopping(made), _foreseen(pair, static), as_planned(pair.forward, backward=False):
+    with _lowerable(), _stopping(made), _foreseen(pair, static), as_planned(pair.forward, backward=False):
         compile_fx.compile_fx_forward(
             gm, inputs, num_orig_model_outputs=orig_outputs, num_example_inputs=orig_inputs,
             compiler_config_extra=extra, inner_compile=compile_fx.compile_fx_inner,
         )  # fmt: skip
-    with _stopping(made), _foreseen(pair, static), as_planned(pair.backward, backward=True):
+    with _lowerable(), _stopping(made), _foreseen(pair, static), as_planned(pair.backward, backward=True):
         compile_fx.compile_fx_backward(
             copied(pair.backward), _restrided(pair, made[0]), compiler_config_extra=extra,
             inner_compile=compile_fx.compile_fx_inner,
@@ -622,7 +643,7 @@ def compile_flat(
 
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
         def lowered(candidate: GraphModule) -> Lowered:
-            with _lowering_alone() as recorder, as_planned(candidate, backward=False):
+            with _lowerable(), _lowering_alone() as recorder, as_planned(candidate, backward=False):
                 compile_fx.compile_fx_inner(copied(candidate), example_inputs, **more)
             if not recorder.found:
                 raise Unsupported("a step that computes nothing", "there is nothing to lower")
