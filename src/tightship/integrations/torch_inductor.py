@@ -439,6 +439,7 @@ class _Search:
         self.leaned = False  # whether the lean graph was searched
         self.count = 0
         self.notes: list[str] = []
+        self.failed: list[str] = []  # why Inductor failed at candidates
         self.seen: dict[Hashable, Candidate[Pair]] = {}
         self.model: FusedJoint | None = None
         try:
@@ -461,7 +462,11 @@ class _Search:
             return self.again(chosen)
         if first is None:
             first = self.stock(1.0)
-        best = first if budget is None or first.needed <= budget else self.within(budget, static, first)
+        try:
+            best = first if budget is None or first.needed <= budget else self.within(budget, static, first)
+        except Infeasible as no:
+            raise no.with_advice((*no.advice, *self.failed)) from None
+        self.notes += self.failed
         row = Partition(
             best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
             self.count, self.leaned,
@@ -527,7 +532,7 @@ class _Search:
         beyond = simulate.replay(graph, simulate.baseline(graph)).peak - graph.static_bytes
         lean.dead = max(beyond // _DEAD, 1)
         self.notes.append(_LEAN)
-        self.leaned, lean.notes = True, self.notes
+        self.leaned, lean.notes, lean.failed = True, self.notes, self.failed
         return lean
 
     def search(self, budget: int, static: int, first: Candidate[Pair]) -> Candidate[Pair]:
@@ -588,7 +593,7 @@ class _Search:
             try:
                 forward, backward = self.lower(pair)
             except NotLowered as error:
-                self.notes += [] if str(error) in self.notes else [str(error)]
+                self.failed += [] if str(error) in self.failed else [str(error)]
                 raise
             self.count += 1
             replay = self.owner.step(pair, forward, backward).replay(self.owner.measured, self.owner.align)
