@@ -10,8 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tightship import simulate
 from tightship.errors import Infeasible
 from tightship.execute import aiming
-from tightship.execute.aiming import Aim, Candidate
+from tightship.execute.aiming import Aim, Candidate, fastest
 from tightship.frontends.torch.capture.fused_step import fuse_step
+from tightship.frontends.torch.compat_inductor import NotLowered
 from tightship.planners import default
 
 
@@ -98,6 +99,26 @@ def test_where_nothing_fits_the_model_learns_where_code_takes_more(model):
     assert [model.calls[made.graph.ops.index(op)].name for op in taught] == [name]
     assert taught[0].workspace >= more
     assert all(c.plan.digest == model.graph.digest for c in found)
+
+
+def test_what_the_compiler_fails_at_is_left_out_and_others_are_looked_at(model):
+    def fails(*_args):
+        raise NotLowered("a way to write the graph", "Inductor fails at it")
+
+    made = aim(model, least(model) + 4096, lambda _, n: n)
+    made.candidate = fails
+    assert made.run() == []
+    first, other = (Candidate(None, str(n), n, n, None, 0, 1.0) for n in (made.budget + 1, made.budget))
+    seeds = SimpleNamespace(
+        seed=lambda share: share,
+        seconds=lambda _: 1.0,
+        least=lambda _: 0,
+        lowered=lambda share, _: fails() if share == 0.7 else other,
+    )
+    assert fastest([first], (0.7, 0.5), seeds, made.budget, 0, made) is other
+    with pytest.raises(Infeasible) as found:
+        fastest([first], (0.7,), seeds, made.budget, 0, made)
+    assert found.value.best_peak == first.needed
 
 
 def test_a_budget_below_what_the_planner_reaches_gives_its_least_plan_and_ends(model):

@@ -149,3 +149,10 @@ def test_a_graph_within_a_graph_is_refused_with_its_place_and_what_to_do():
         errors.Unsupported, match=r"cond at .* in compiled mode .*not an ATen op.*mode=\"exact\""
     ):
         fuse(gm, 1)
+
+
+def test_exact_mode_names_the_op_and_the_mode_that_runs_it():
+    options = {"budget": "75%", "strict": True}
+    call = torch.compile(Noting(1), backend="tightship", options=options)
+    with pytest.raises(errors.Unsupported, match=r"_linalg_check_errors.default at .*mode=\"compiled\""):
+        call(rows())

@@ -210,6 +210,19 @@ def test_an_infeasible_budget_of_a_step_says_what_the_optimizer_takes_of_it(monk
         call(torch.randn(8, 32))
 
 
+def test_what_inductor_fails_at_is_said_in_its_words():
+    from torch._inductor.exc import InductorError
+
+    def raising(error):
+        with compat_inductor._lowerable():
+            raise InductorError(error, None)
+
+    with pytest.raises(compat_inductor.NotLowered, match=r"Inductor fails at it \(no range for q3\)"):
+        raising(AssertionError("no range for q3\nmore"))
+    with pytest.raises(InductorError):  # ours are raised as they are, by who compiles
+        raising(errors.Unsupported("a line", "nobody knows what memory it takes"))
+
+
 def test_a_share_of_a_step_that_is_not_known_yet_holds_nothing_which_is_said():
     model = nn.Linear(16, 4).eval()
     call = compiled(model, budget="50%", cache=None)
@@ -1257,6 +1270,34 @@ def test_drawing_twice_is_refused():
     with pytest.raises(errors.Unsupported, match="again in the backward pass"):
         compat_inductor_partitions._checked(compat_inductor.Pair(graph(draw=True), graph(draw=True), 1))
     compat_inductor_partitions._checked(compat_inductor.Pair(graph(draw=True), graph(draw=False), 1))
+
+
+def test_what_the_backward_pass_draws_by_itself_is_not_saved():
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return x.sin()
+
+        @staticmethod
+        def backward(_ctx, grad):
+            return grad * torch.bernoulli(grad.sigmoid())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return Noisy.apply(self.map(x)).cos()
+
+    joint, outputs = joint_of(Model(), batch())
+    (drawn,) = [n for n in joint.graph.nodes if compat_inductor.draws(n)]
+    inputs = [n.name for n in joint.graph.find_nodes(op="placeholder") if not compat_compile.is_tangent(n)]
+    pair = compat_inductor.extract(joint, outputs, inputs)
+    assert drawn.name not in pair.saved
+    assert [compat_inductor.origin(n) for n in pair.backward.graph.nodes if compat_inductor.draws(n)] == [
+        drawn.name
+    ]
 
 
 def test_what_is_saved_is_taken_in_the_order_in_which_it_is_handed_over():

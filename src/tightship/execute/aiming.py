@@ -20,6 +20,7 @@ from tightship.errors import Infeasible
 from tightship.execute.cache import Partition, partition_plan
 from tightship.execute.compiled import StepReplay
 from tightship.frontends.torch.capture.fused import with_workspaces
+from tightship.frontends.torch.compat_inductor import NotLowered
 from tightship.graph import Graph
 from tightship.options import Deadline
 from tightship.plan import Plan
@@ -156,7 +157,8 @@ class Aim(Generic[T]):
         for _ in range(most):
             c, least = self._at(target)
             if c is None:
-                assert least is not None
+                if least is None:
+                    break
                 if (high is not None and least >= high) or (reached is not None and least >= reached):
                     break
                 reached = low = target = least
@@ -204,7 +206,8 @@ class Aim(Generic[T]):
         return replace(default.problem_of(graph, order, o), in_place=True)
 
     def _at(self, target: int) -> tuple[Candidate[T] | None, int | None]:
-        """The candidate for an inner target; or the least that the planner reaches on its model."""
+        """The candidate for an inner target; or the least that the planner reaches on its model; or nothing, where
+        the compiler fails at it."""
         try:
             plan = default.plan(self.graph, target, self.options, problem=self._problem(target))
         except Infeasible as error:
@@ -216,7 +219,10 @@ class Aim(Generic[T]):
                 plan, digest=graph.digest, peak=line.peak, peak_before=self.unplanned, time=line.time, lower_bound=0,
                 time_bound=0.0,
             )  # fmt: skip
-        return self.candidate(plan), None
+        try:
+            return self.candidate(plan), None
+        except NotLowered:
+            return None, None
 
 
 def fastest(
@@ -243,7 +249,10 @@ def fastest(
             continue
         if seeds.least(made) > (reached if best is None else budget):
             continue
-        c = seeds.lowered(made, share)
+        try:
+            c = seeds.lowered(made, share)
+        except NotLowered:
+            continue
         reached = min(reached, c.needed)
         if c.needed <= budget and (best is None or c.seconds < best.seconds):
             best = c

@@ -57,7 +57,7 @@ from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settin
 from tightship.frontends.torch.capture.fused import between_blocks
 from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
 from tightship.frontends.torch.capture.incremental import Ending
-from tightship.frontends.torch.compat_inductor import Lower, Lowered, Outdated
+from tightship.frontends.torch.compat_inductor import Lower, Lowered, NotLowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.given import each, independent
 from tightship.frontends.torch.optimizer.updates import Member, Updater, state_at
@@ -573,7 +573,11 @@ class _Compilation:
     ) -> Candidate[GraphModule]:  # fmt: skip
         key = tuple(map(compat_inductor.origin, gm.graph.nodes))
         if key not in self.seen:
-            replay = self.replayed(self.lower(gm, likely=likely))
+            try:
+                replay = self.replayed(self.lower(gm, likely=likely))
+            except NotLowered as error:
+                self.notes += [] if str(error) in self.notes else [str(error)]
+                raise
             self.count += 1
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1])

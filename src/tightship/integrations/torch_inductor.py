@@ -33,7 +33,7 @@ from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, Step
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, between_blocks, fuse
-from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, Outdated, Pair
+from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, NotLowered, Outdated, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
 from tightship.integrations.torch_partition import (
@@ -438,6 +438,7 @@ class _Search:
         self.lean_search: _Search | None = None
         self.count = 0
         self.notes: list[str] = []
+        self.failed: list[str] = []  # why Inductor failed at candidates
         self.seen: dict[Hashable, Candidate[Pair]] = {}
         self.model: FusedJoint | None = None
         try:
@@ -466,12 +467,13 @@ class _Search:
         if budget is not None and first.needed > budget:
             try:
                 best = self.within(budget, static, first)
-            except Infeasible:
+            except Infeasible as no:
                 if self.owner.kept and (row := self.kept.within(budget)) is not None:
                     self.notes[:] = [n for n in self.notes if n != _LEAN]
                     return self.again(row)
                 self.kept.reached(self.unplanned, self.least_row())
-                raise
+                raise no.with_advice((*no.advice, *self.failed)) from None
+        self.notes += self.failed
         self.kept.keep(self.unplanned, budget, row_of(best, self.count, lean=self.leaned))
         return best
 
@@ -522,8 +524,8 @@ class _Search:
         lean.unplanned, lean.count = self.unplanned, self.count
         try:
             return lean.search(budget, static, lean.stock(1.0))
-        except Infeasible as error:
-            best = min(reached, error.best_peak)
+        except (Infeasible, NotLowered) as error:
+            best = min(reached, error.best_peak) if isinstance(error, Infeasible) else reached
             raise Infeasible(budget=budget, lower_bound=static, best_peak=best, compiled=True) from None
         finally:
             self.count = lean.count
@@ -540,7 +542,7 @@ class _Search:
         beyond = simulate.replay(graph, simulate.baseline(graph)).peak - graph.static_bytes
         lean.dead = max(beyond // _DEAD, 1)
         self.notes.append(_LEAN)
-        self.leaned, lean.notes, self.lean_search = True, self.notes, lean
+        self.leaned, self.lean_search, lean.notes, lean.failed = True, lean, self.notes, self.failed
         return lean
 
     def search(self, budget: int, static: int, first: Candidate[Pair]) -> Candidate[Pair]:
@@ -604,7 +606,11 @@ class _Search:
     ) -> Candidate[Pair]:
         key = tuple(pair.saved), tuple(map(compat_inductor.origin, pair.backward.graph.nodes))
         if key not in self.seen:
-            forward, backward = self.lower(pair, likely=likely)
+            try:
+                forward, backward = self.lower(pair, likely=likely)
+            except NotLowered as error:
+                self.failed += [] if str(error) in self.failed else [str(error)]
+                raise
             self.count += 1
             replay = self.owner.step(pair, forward, backward).replay(self.owner.measured, self.owner.align)
             peak = max(replay.peaks)

@@ -27,7 +27,7 @@ from tightship.frontends.torch.compat_inductor_caches import (
     kept_lines,
     partitioner,
 )  # fmt: skip
-from tightship.frontends.torch.compat_inductor_code import Ahead, Stopped, compiled_pass, lines_of
+from tightship.frontends.torch.compat_inductor_code import Ahead, NotLowered, Stopped, compiled_pass, lines_of
 from tightship.frontends.torch.compat_inductor_convolutions import lean_convolutions
 from tightship.frontends.torch.compat_inductor_lines import (
     AS_IT_IS,
@@ -72,6 +72,7 @@ __all__ = [
     "Lower",
     "LowerPair",
     "Lowered",
+    "NotLowered",
     "Outdated",
     "Pair",
     "Stopped",

@@ -17,14 +17,34 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from tightship.errors import Unsupported
+from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch.compat_inductor_caches import Code, Outdated, forget_strides, kept_lines, named
 from tightship.frontends.torch.compat_inductor_lines import SEGMENT, Lowered, read_lines
 from tightship.frontends.torch.compat_inductor_partitions import as_planned, copied
 
-__all__ = ["Ahead", "Stopped", "compiled_pass", "lines_of"]
+__all__ = ["Ahead", "NotLowered", "Stopped", "compiled_pass", "lines_of"]
 
 # --- hooks into a compilation ---
+
+
+class NotLowered(Unsupported):
+    """Inductor fails at a graph of ours, or at a partition of its own: others may do."""
+
+
+@contextmanager
+def _lowerable() -> Iterator[None]:
+    """Inside, an error of Inductor's own is `NotLowered`, in its words."""
+    from torch._inductor.exc import InductorError
+
+    try:
+        yield
+    except InductorError as wrapped:
+        if isinstance(wrapped.inner_exception, (TightshipError, MemoryError)):
+            raise
+        words = str(wrapped.inner_exception).partition("\n")[0] or type(wrapped.inner_exception).__name__
+        raise NotLowered(
+            "a way to write the graph in compiled mode", f"Inductor fails at it ({words})"
+        ) from wrapped
 
 
 class Stopped(BaseException):
@@ -189,14 +209,15 @@ def lines_of(
 ) -> Lowered | None:
     """What a pass (``forward``, ``backward``, ``inference``, ``step``) is lowered to, None where it computes nothing.
     No kernel is built, and ``graph`` stays as it is. With ``ahead``, its code is written as well, where caches have
-    room for it."""
+    room for it. Raises `NotLowered`."""
     from torch._inductor import compile_fx, config
 
     if ahead is not None and config.fx_graph_cache and not config.force_disable_caches:
-        lines = _written(graph, inputs, more, kind, ahead)
+        with _lowerable():
+            lines = _written(graph, inputs, more, kind, ahead)
         if lines is not None:
             return lines
-    with _lowering_alone() as recorder, as_planned(graph, backward=kind == "backward"):
+    with _lowerable(), _lowering_alone() as recorder, as_planned(graph, backward=kind == "backward"):
         compile_fx.compile_fx_inner(copied(graph), inputs, **more)
     return recorder.found[0] if recorder.found else None
 

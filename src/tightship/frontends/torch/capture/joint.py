@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.builder import trace_line
-from tightship.frontends.torch import compat, compat_compile
+from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.frontends.torch.capture.lower import Numbers, finish, live_records
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape
@@ -225,6 +225,11 @@ class _Lowering:
         if n.op == "get_attr":
             self.env[n] = self._constant(n)
             return
+        if (op := compat_inductor.effect_of(n)) is not None:
+            raise Unsupported(
+                f"{op} at {origin_of(n)}", "it runs for its effect, in an order that tokens keep",
+                'use mode="compiled", or keep it out of the compiled region',
+            )  # fmt: skip
         if n.op != "call_function" or isinstance(n.target, torch._ops.HigherOrderOperator):
             raise Unsupported(
                 f"{n.target} at {origin_of(n)}", "it is not an ATen op", "keep it out of the compiled region"
