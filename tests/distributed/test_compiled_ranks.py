@@ -42,8 +42,13 @@ def test_gradients_of_several_batches_are_averaged_between_compiled_passes(rows:
     assert len({row["digest"] for row in rows["in_parts"]}) == 1
 
 
-def test_a_shorter_batch_on_one_rank_is_compiled_there(rows: Rows) -> None:
-    assert len({row["digest"] for row in rows["other_rows"]}) == 1
+def test_a_shorter_batch_on_one_rank_sends_as_the_others_do(rows: Rows) -> None:
+    for how in ("ddp", "shard"):
+        assert len({row[how]["digest"] for row in rows["other_rows"]}) == 1
+        for row in rows["other_rows"]:
+            measure = row[how]["measure"]
+            assert measure["measured_peak"] == measure["planned_peak"] <= measure["budget"], how
+            assert measure["misses"] == 0
 
 
 def test_a_budget_that_nothing_meets_is_the_same_error_everywhere(rows: Rows) -> None:
