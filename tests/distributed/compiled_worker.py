@@ -98,7 +98,7 @@ def other_rows() -> Any:
 
 def infeasible() -> Any:
     m = DistributedDataParallel(net())
-    return caught(lambda: tightship.fit(m, loss_of, adamw(m), batches(256)[0], "static+1%", mode="compiled"))
+    return caught(lambda: tightship.fit(m, loss_of, adamw(m), batches(256)[0], "100KiB", mode="compiled"))
 
 
 def failing_kernel() -> Any:

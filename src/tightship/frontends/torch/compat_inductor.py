@@ -657,7 +657,7 @@ def _send_in_order() -> None:
             for new in V.graph.operations[known:]:
                 if isinstance(new, ir.FallbackKernel):
                     if last is not None:
-                        V.graph.additional_buffer_deps[new.get_name()].add(last)
+                        V.graph.additional_buffer_deps[new.operation_name].add(last)
                     V.graph._tightship_sent = new.get_name()
             return made.wrap_for_lowering()
 
