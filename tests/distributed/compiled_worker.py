@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -113,6 +114,27 @@ def failing_kernel() -> Any:
     first = step(words).item()
     words = words + 1 if dist.get_rank() else words
     return {"first": first, "error": caught(lambda: step(words))}
+
+
+def hand_made() -> Any:
+    """A collective of the loss's own, where ranks agree on what they compile, and where they do not."""
+
+    def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m(x)
+        return functional.all_reduce(y.detach(), "sum", dist.group.WORLD).mean() + y.pow(2).mean()
+
+    rows: dict[str, Any] = {}
+    for independent in (False, True):
+        torch.manual_seed(0)
+        m = torch.nn.Linear(WIDTH, WIDTH)
+        rows["eager"] = loss(m, batches(8)[0]).item()
+        options: dict[str, Any] = {"mode": "compiled", "independent": independent}
+        rows[str(independent)] = caught(
+            lambda m=m, options=options: rows.update(
+                loss=tightship.fit(m, loss, adamw(m), batches(8)[0], "100%", **options)(batches(8)[0]).item()
+            )
+        )
+    return rows
 
 
 def other_first_rows() -> Any:

@@ -63,9 +63,14 @@ def test_a_percentage_of_other_steps_is_refused_on_all(rows: Rows) -> None:
         assert "give bytes" in row["text"]
 
 
-def test_a_kernel_that_fails_on_one_rank_ends_all() -> None:
-    found = run("failing_kernel", worker="compiled_worker.py", most=900)
+def test_a_kernel_that_fails_ends_all_and_collectives_of_ones_own_are_agreed_on() -> None:
+    found = run("failing_kernel", "hand_made", worker="compiled_worker.py", most=900)
     for row in found["failing_kernel"]:
         assert row["error"]["type"] == "PeerFailed"
         assert "rank 1" in row["error"]["text"]
         assert row["error"]["seconds"] < 5
+    for row in found["hand_made"]:
+        assert row["False"]["type"] == ""
+        assert row["loss"] == pytest.approx(row["eager"], rel=1e-5)
+        assert row["True"]["type"] == "Unsupported"
+        assert "independent" in row["True"]["text"]

@@ -47,6 +47,7 @@ from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import between_blocks
 from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
+from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.compat_inductor import Lowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.given import each, independent
@@ -377,6 +378,7 @@ class _Compilation:
         _check_updates(self.program)
         if not self.alone:
             return self._run(None, "")
+        _check_alone(self.program)
         folder = folder_of(self.settings.measuring.get("cache", DEFAULT))
         for kept in ("code", "choices", ""):
             self.looks, self.best, self.count = bool(kept), None, 0
@@ -591,6 +593,16 @@ class _Compilation:
 
     def lowered(self, gm: GraphModule, share: float | None) -> Candidate[GraphModule]:
         return self.candidate(gm, source_of(share), share=share)
+
+
+def _check_alone(program: Program) -> None:
+    """Raises ``Unsupported`` for what is sent to ranks that have not agreed on an order."""
+    for call in program.calls:
+        if isinstance(call.fn, Collective) and len(call.fn.group(call.args)) > 1:
+            raise Unsupported(
+                f"{call.fn} in compiled mode with independent=True", "each rank would compile and order it by itself",
+                'leave independent out, or use mode="exact"',
+            )  # fmt: skip
 
 
 _INSTEAD = "call step.prepare(batch): the update is then planned by itself, op by op"
