@@ -42,8 +42,13 @@ def test_gradients_of_several_batches_are_averaged_between_compiled_passes(rows:
     assert len({row["digest"] for row in rows["in_parts"]}) == 1
 
 
-def test_a_shorter_batch_on_one_rank_is_compiled_there(rows: Rows) -> None:
-    assert len({row["digest"] for row in rows["other_rows"]}) == 1
+def test_a_shorter_batch_on_one_rank_sends_as_the_others_do(rows: Rows) -> None:
+    for how in ("ddp", "shard"):
+        assert len({row[how]["digest"] for row in rows["other_rows"]}) == 1
+        for row in rows["other_rows"]:
+            measure = row[how]["measure"]
+            assert measure["measured_peak"] == measure["planned_peak"] <= measure["budget"], how
+            assert measure["misses"] == 0
 
 
 def test_a_budget_that_nothing_meets_is_the_same_error_everywhere(rows: Rows) -> None:
@@ -58,9 +63,14 @@ def test_a_percentage_of_other_steps_is_refused_on_all(rows: Rows) -> None:
         assert "give bytes" in row["text"]
 
 
-def test_a_kernel_that_fails_on_one_rank_ends_all() -> None:
-    found = run("failing_kernel", worker="compiled_worker.py", most=900)
+def test_a_kernel_that_fails_ends_all_and_collectives_of_ones_own_are_agreed_on() -> None:
+    found = run("failing_kernel", "hand_made", worker="compiled_worker.py", most=900)
     for row in found["failing_kernel"]:
         assert row["error"]["type"] == "PeerFailed"
         assert "rank 1" in row["error"]["text"]
         assert row["error"]["seconds"] < 5
+    for row in found["hand_made"]:
+        assert row["False"]["type"] == ""
+        assert row["loss"] == pytest.approx(row["eager"], rel=1e-5)
+        assert row["True"]["type"] == "Unsupported"
+        assert "independent" in row["True"]["text"]

@@ -135,6 +135,9 @@ def test_an_optimizer_of_ones_own_has_parts_where_it_treats_elements_one_by_one(
         for how in ("sharded", "fully_shard"):
             assert row[how] == row["ddp"]
             as_planned(row[f"{how} measure"])
+        assert row["sharded two"] == row["ddp two"]
+        as_planned(row["two"]["measure"])
+        assert any("parameters of Muon stay whole" in note for note in row["two"]["notes"])
         assert row["normed"]["type"] == "Unsupported"
         assert "norm does not go element by element" in row["normed"]["text"]
 

@@ -394,6 +394,28 @@ def own_optimizer() -> Any:
         whole = step.state_dict(full=True)["model"]
         rows[how] = [losses, digest(whole[n] for n, _ in model().named_parameters())]
         rows[f"{how} measure"] = step.measure()
+    for how in ("ddp", "sharded"):  # matrices by one optimizer, all else by another
+        m = model()
+        run = torch.nn.parallel.DistributedDataParallel(m) if how == "ddp" else m
+        matrices = [p for p in m.parameters() if p.dim() == 2]
+        both = [torch.optim.Muon(matrices, 1e-3), Lion([p for p in m.parameters() if p.dim() != 2])]
+        given = {} if how == "ddp" else {"parallel": tightship.DataParallel(shard=True)}
+        step = None if how == "ddp" else tightship.fit(m, loss_of, both, batches()[0], "static+60%", **given)
+        losses = []
+        for b in batches():
+            if step is not None:
+                losses.append(step(b).item())
+                continue
+            m.zero_grad()
+            loss = loss_of(run, b)
+            loss.backward()
+            losses.append(loss.item())
+            for one in both:
+                one.step()
+        found = m.state_dict() if step is None else step.state_dict(full=True)["model"]
+        rows[f"{how} two"] = [losses, digest(found[n] for n, _ in model().named_parameters())]
+        if step is not None:
+            rows["two"] = {"notes": step.notes, "measure": step.measure()}
     m = model()
     normed, parallel = Lion(m.parameters(), True), tightship.DataParallel(shard=True)
     rows["normed"] = caught(lambda: tightship.fit(m, loss_of, normed, batches()[0], parallel=parallel))

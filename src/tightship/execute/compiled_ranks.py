@@ -13,10 +13,14 @@ from typing import Any, Final
 
 import msgspec
 
+from tightship.errors import Infeasible
 from tightship.execute.cache import Partition, Unplanned
-from tightship.execute.ranks import Ranks, Told, told_of
+from tightship.execute.prepared import Variant
+from tightship.execute.ranks import Ranks, Told, check_orders, check_plans, leader_of, refusal, told_of
+from tightship.execute.train_step import TrainStep
 from tightship.files import from_json, to_json
 from tightship.frontends.torch.capture.flat import NoFormula
+from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.program import Program
 
 __all__ = [
@@ -75,3 +79,88 @@ def told_of_compiled(captured: Program, sends: Sequence[int]) -> Told:
     """What a rank says of its step when it is compiled, which ``sends`` the program's collectives in that order."""
     digest = hashlib.sha256(repr(tuple(sends)).encode()).hexdigest()[:32]
     return told_of(captured)._replace(plan=(len(sends), digest))
+
+
+class CompiledTogether(TrainStep):
+    """A step whose parts are compiled, as far as several ranks are concerned."""
+
+    def _compiled(
+        self, program: Program, beside: int, given: Decision | None = None, *, follows: bool = False
+    ) -> Any:
+        """What runs the program. ``given``: what another rank has decided, of the same tensors or, if this one
+        ``follows``, of others."""
+        raise NotImplementedError
+
+    def _compiled_variant(
+        self, captured: Program, executor: Any, modes: tuple[Any, ...], part: str
+    ) -> Variant:
+        raise NotImplementedError
+
+    def _planned_together(
+        self, ranks: Ranks, captured: Program, known: Variant | None, told: Sequence[Any], ending: Ending
+    ) -> tuple[Variant, list[Any]]:
+        """One rank of those with the same ops decides; then all compile that, and say in which order it sends."""
+        leader, needed = leader_of(ranks, told)
+        resolved = (
+            self._limit is not None or self.settings.budget is None or self.settings.budget.bytes is not None
+        )
+        check_resolved(ranks, told, resolved=resolved)
+        made: list[Any] = []
+
+        def decided() -> str:
+            if leader != ranks.rank or not needed:
+                return ""
+            if known is not None:
+                return known.text
+            try:
+                made.append(self._compiled(captured, 0))
+            except NoFormula as no:
+                return apart(no)
+            except Infeasible as no:
+                return refusal(no)
+            return decision(self._limit, made[0].unplanned, made[0].chosen)
+
+        _, texts = ranks.agreed("compiling", decided, lambda text: text)
+        check_plans(ranks, texts)
+
+        def compiled() -> Variant:
+            check_apart(texts)
+            if known is not None:
+                return known
+            given = read_decision(texts[leader])
+            self._limit = given.limit if self._limit is None else self._limit
+            executor = made[0] if made else self._compiled(captured, 0, given)
+            if ending.part != "update":
+                self._note_return(captured.graph)
+            variant = self._compiled_variant(captured, executor, self._modes_of(ending), ending.part)
+            variant.text, variant.told = texts[leader], told_of_compiled(captured, executor.sends)
+            self._variants.insert(0, variant)
+            self._use(variant)
+            return variant
+
+        return ranks.agreed("compiling and reserving memory", compiled, lambda v: v.told)
+
+    def _in_one_order(self, ranks: Ranks, own: Variant, told: Sequence[Any], ending: Ending) -> Variant:
+        """Where batches of other shapes have plans that gather in another order: all do what was decided for the
+        largest."""
+
+        def said() -> tuple[int, str]:
+            return own.unplanned, own.text
+
+        _, texts = ranks.agreed("compiling in one order", said, lambda row: row)
+        first = max(range(ranks.size), key=lambda r: (texts[r][0], -r))
+
+        def compiled() -> Variant:
+            if Told.of(told[ranks.rank]).plan == Told.of(told[first]).plan:
+                return own
+            executor = self._compiled(own.captured, 0, read_decision(texts[first][1]), follows=True)
+            variant = self._compiled_variant(own.captured, executor, own.modes, own.part)
+            variant.text = decision(self._limit, executor.unplanned, executor.chosen)
+            variant.told = told_of_compiled(own.captured, executor.sends)
+            self._variants = [variant, *(v for v in self._variants if v is not own)]
+            self._use(variant)
+            return variant
+
+        variant, now = ranks.agreed("compiling and reserving memory", compiled, lambda v: v.told)
+        check_orders(ranks, now)
+        return variant

@@ -35,28 +35,18 @@ from tightship.execute.cache import (
     plan_of,
 )
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
-from tightship.execute.compiled_ranks import (
-    Decision,
-    apart,
-    check_apart,
-    check_resolved,
-    decision,
-    read_decision,
-    told_of_compiled,
-)
+from tightship.execute.compiled_ranks import CompiledTogether, Decision, read_decision
 from tightship.execute.interpreter import RunStats, report
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.execute.parts import bytes_of_inputs, gradients_of
 from tightship.execute.prepared import Settings, Thrashing, Variant, log_plan
-from tightship.execute.ranks import Ranks, check_orders, check_plans, leader_of, refusal
 from tightship.execute.script import device_of
-from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat, compat_inductor
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import between_blocks
 from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
-from tightship.frontends.torch.capture.incremental import Ending
+from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.compat_inductor import Lower, Lowered, NotLowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.given import each, independent
@@ -65,6 +55,7 @@ from tightship.frontends.torch.program import Program
 from tightship.graph import aligned, alignment_of
 from tightship.plan import Plan
 from tightship.planners import default
+from tightship.planners.run import decision_plan
 from tightship.process_local import NotCopied
 from tightship.verify import check
 
@@ -86,7 +77,7 @@ class WholePlan(StepPlan):
     notes: tuple[str, ...] = ()
 
 
-class CompiledStep(TrainStep):
+class CompiledStep(CompiledTogether):
     """A `TrainStep` whose parts are compiled. ``plan`` is a `WholePlan`.
 
     Results and what is trained are Inductor's: of the same numbers as eager's, rounded as fused kernels do, with
@@ -165,61 +156,21 @@ class CompiledStep(TrainStep):
             captured, executor, Binding(captured, self.model, self.optimizer), modes, captured, part=part
         )
 
-    def _compiled(self, program: Program, beside: int, given: Decision | None = None) -> Any:
-        """``given``: what another rank has decided."""
+    def _compiled(
+        self, program: Program, beside: int, given: Decision | None = None, *, follows: bool = False
+    ) -> Any:
         alone = self.ranks is None
         with self.settings.progress.stage("compiling"):
             return _Compilation(
-                program, self.optimizer, self.settings, self._resolved, beside, given, alone=alone
+                program,
+                self.optimizer,
+                self.settings,
+                self._resolved,
+                beside,
+                given,
+                alone=alone,
+                follows=follows,
             ).run()
-
-    def _planned_together(
-        self, ranks: Ranks, captured: Program, known: Variant | None, told: Sequence[Any], ending: Ending
-    ) -> tuple[Variant, list[Any]]:
-        """One rank of those with the same ops decides; then all compile that, and say in which order it sends."""
-        leader, needed = leader_of(ranks, told)
-        resolved = (
-            self._limit is not None or self.settings.budget is None or self.settings.budget.bytes is not None
-        )
-        check_resolved(ranks, told, resolved=resolved)
-        made: list[Any] = []
-
-        def decided() -> str:
-            if leader != ranks.rank or not needed:
-                return ""
-            if known is not None:
-                return known.text
-            try:
-                made.append(self._compiled(captured, 0))
-            except NoFormula as no:
-                return apart(no)
-            except Infeasible as no:
-                return refusal(no)
-            return decision(self._limit, made[0].unplanned, made[0].chosen)
-
-        _, texts = ranks.agreed("compiling", decided, lambda text: text)
-        check_plans(ranks, texts)
-
-        def compiled() -> Variant:
-            check_apart(texts)
-            if known is not None:
-                return known
-            given = read_decision(texts[leader])
-            self._limit = given.limit if self._limit is None else self._limit
-            executor = made[0] if made else self._compiled(captured, 0, given)
-            if ending.part != "update":
-                self._note_return(captured.graph)
-            variant = self._compiled_variant(captured, executor, self._modes_of(ending), ending.part)
-            variant.text, variant.told = texts[leader], told_of_compiled(captured, executor.sends)
-            self._variants.insert(0, variant)
-            self._use(variant)
-            return variant
-
-        return ranks.agreed("compiling and reserving memory", compiled, lambda v: v.told)
-
-    def _in_one_order(self, ranks: Ranks, own: Variant, told: Sequence[Any], ending: Ending) -> Variant:
-        check_orders(ranks, told)
-        return own
 
     def _resolved(self, static: int, peak: int, beside: int) -> int | None:
         """The most bytes that a part may take, whose peak was ``peak`` as Inductor has it. A percentage is of the
@@ -398,11 +349,11 @@ class _Compilation:
     def __init__(
         self, program: Program, optimizer: Any, settings: Settings,
         resolved: Callable[[int, int, int], int | None], beside: int, given: Decision | None = None, *,
-        alone: bool = True,
+        alone: bool = True, follows: bool = False,
     ) -> None:  # fmt: skip
-        """``given``: what another rank has decided. Unless ``alone``, nothing is kept for later processes: each
-        rank would find something else."""
-        self.given, self.alone = given, alone
+        """``given``: what another rank has decided, of other tensors if this one ``follows``. Unless ``alone``,
+        nothing is kept for later processes: each rank would find something else."""
+        self.given, self.alone, self.follows = given, alone, follows
         self.row: Partition | None = None
         self.program, self.optimizer, self.settings = program, optimizer, settings
         self.resolved, self.beside = resolved, beside
@@ -426,6 +377,7 @@ class _Compilation:
         _check_updates(self.program)
         if not self.alone:
             return self._run(None, "")
+        _check_alone(self.program)
         folder = folder_of(self.settings.measuring.get("cache", DEFAULT))
         for kept in ("code", "choices", ""):
             self.looks, self.best, self.count = bool(kept), None, 0
@@ -520,12 +472,16 @@ class _Compilation:
         self.kept = KeptPartitions(folder, made_from)
         known = self.kept.read() if self.looks else None
         if self.given is not None:
-            known = self.given.unplanned, {}
+            known = None if self.follows else (self.given.unplanned, {})
         within = self.settings.budget
         likely = within is None or not within.below_unplanned
         first = None if known is not None else self.candidate(gm, _INDUCTOR, likely=likely)
         self.unplanned = known[0] if known is not None else _unplanned(first)
         budget = self.budget = self.resolved(static, max(self.unplanned.peaks), self.beside)
+        if self.given is not None and self.follows:
+            self.best = self._followed(self.given.chosen, budget)
+            self.row = row_of(self.best, self.count)
+            return self.best.made
         row = self.given.chosen if self.given is not None else known and known[1].get(str(budget))
         if row:
             self.row, self.best = row, self._again(row)
@@ -542,9 +498,37 @@ class _Compilation:
                 self.kept.reached(self.unplanned, row_of(least, self.count))
                 raise
         self.best = best
-        self.row = row = row_of(best, self.count)
-        self.kept.keep(self.unplanned, budget, row)
+        self.row = row_of(best, self.count)
+        self.kept.keep(self.unplanned, budget, self.row)
         return best.made
+
+    def _followed(self, row: Partition, budget: int | None) -> Candidate[GraphModule]:
+        """What was decided for the same ops on tensors of other sizes. Raises ``Unsupported`` where ops differ,
+        ``Infeasible`` beyond the budget."""
+        plan = plan_of(row)
+        if row.source == _INDUCTOR:
+            found = self.candidate(self.gm, _INDUCTOR)
+        else:
+            model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
+            made = self.seed(row.share) if plan is None else None
+            try:
+                if plan is not None:
+                    line = simulate.replay(model.graph, plan.steps)
+                    plan = decision_plan(model.graph, plan.steps, line, plan.planner)
+                    made = model.ordered(plan)
+            except (TightshipError, LookupError, ValueError):
+                made = None
+            if made is None:
+                raise Unsupported(
+                    "batches of other shapes on some ranks, for which other ops run,",
+                    "no compiled code sends in the order of the other ranks'", "give all ranks batches of one shape",
+                )  # fmt: skip
+            found = self.candidate(made, row.source, plan, share=row.share)
+        if budget is not None and found.needed > budget:
+            raise Infeasible(
+                budget=budget, lower_bound=self._static, best_peak=found.peak, placed=found.needed
+            )
+        return found
 
     def _again(self, row: Partition) -> Candidate[GraphModule]:
         """What was chosen in an earlier run. Raises ``Outdated`` where it is not this graph's."""
@@ -617,6 +601,16 @@ class _Compilation:
 
     def lowered(self, gm: GraphModule, share: float | None) -> Candidate[GraphModule]:
         return self.candidate(gm, source_of(share), share=share)
+
+
+def _check_alone(program: Program) -> None:
+    """Raises ``Unsupported`` for what is sent to ranks that have not agreed on an order."""
+    for call in program.calls:
+        if isinstance(call.fn, Collective) and len(call.fn.group(call.args)) > 1:
+            raise Unsupported(
+                f"{call.fn} in compiled mode with independent=True", "each rank would compile and order it by itself",
+                'leave independent out, or use mode="exact"',
+            )  # fmt: skip
 
 
 _INSTEAD = "call step.prepare(batch): the update is then planned by itself, op by op"

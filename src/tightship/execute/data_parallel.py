@@ -108,7 +108,7 @@ def check_together(
             raise BadInput("parallel= is no tightship.DataParallel", type(parallel).__name__, "fit")
         module, how = (_as_torch_has_it if ranks is not None else _as_one_has_it)(model, parallel)
         check_model(module, hooks=True, shards=ranks is not None)
-        _check(ranks, how, settings, loop, optimizer)
+        _check(ranks, module, how, settings, optimizer)
         return module, how
 
     if ranks is None:
@@ -230,7 +230,11 @@ def _from_placed(model: torch.nn.Module, parallel: DataParallel | None) -> DataP
 
 
 def _check(
-    ranks: Ranks | None, parallel: DataParallel | None, settings: Settings, loop: Loop, optimizer: Any
+    ranks: Ranks | None,
+    model: torch.nn.Module,
+    parallel: DataParallel | None,
+    settings: Settings,
+    optimizer: Any,
 ) -> None:
     if parallel is not None and ranks is None:
         rule = "parallel= trains one model on several ranks, and there is one: call init_process_group under torchrun"
@@ -240,24 +244,39 @@ def _check(
     if ranks is not None and settings.stream and (parallel is None or parallel.shard):
         raise no_stream()
     if parallel is not None and parallel.shard:
-        _check_elementwise(optimizer)
+        _check_elementwise(model, optimizer)
 
 
-def _check_elementwise(optimizer: Any) -> None:
-    """Raises ``Unsupported`` for optimizers that do not treat each element as if it were alone: those of torch are
-    known, others are tried."""
+def _need_whole(optimizer: Any) -> dict[int, tuple[str, str]]:
+    """The parameters, by id, of which the optimizer has to have all, with its name and why: that does not treat each
+    element as if it were alone. Those of torch are known, others are tried."""
+    found: dict[int, tuple[str, str]] = {}
     for one in each(optimizer) if optimizer is not None else ():
         if type(one) in _ELEMENTWISE:
             continue
         known = type(one).__module__.startswith("torch.")
         why = "it computes with whole matrices" if known else why_whole(one)
         if why is not None:
-            raise Unsupported(
-                f"{type(one).__name__} with sharded parameters",
-                f"what it does with a part of a parameter is not what it does with all of it: {why}",
-                "use an optimizer that treats elements one by one (AdamW, SGD, Lion, …), or give all ranks whole "
-                "parameters: the plain model and DataParallel(shard=False)",
-            )  # fmt: skip
+            found |= {id(p): (type(one).__name__, why) for group in one.param_groups for p in group["params"]}
+    return found
+
+
+def _check_elementwise(model: torch.nn.Module, optimizer: Any) -> None:
+    """Raises ``Unsupported`` where an optimizer would get parts of parameters of which it has to have all. Those of a
+    plain model can stay whole, unless nothing else is there."""
+    found = _need_whole(optimizer)
+    if not found:
+        return
+    taken = bool(compat_distributed.distributed_by(model) or shards_of(model))
+    if not taken and any(p.requires_grad and id(p) not in found for p in model.parameters()):
+        return
+    name, why = next(iter(found.values()))
+    raise Unsupported(
+        f"{name} with sharded parameters",
+        f"what it does with a part of a parameter is not what it does with all of it: {why}",
+        "use an optimizer that treats elements one by one (AdamW, SGD, Lion, …), or give all ranks whole "
+        "parameters: the plain model and DataParallel(shard=False)",
+    )  # fmt: skip
 
 
 def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.Module, LossFn | None]:
@@ -265,6 +284,8 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     it parallel already. Raises as `check_together`."""
     module, how = _as_torch_has_it(model, None)
     check_model(module, hooks=True, shards=True)
+    if how is None or how.shard:
+        _check_elementwise(module, optimizer)
     done, among = shards_of(module), Division.of(None if how is None else how.group)
     if isinstance(how, _TensorParallel):
         done = done or take_over_placed(module, optimizer)
@@ -273,7 +294,7 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     if compat_distributed.distributed_by(module) == "fully_shard":
         done = take_over(module, optimizer)
     elif how is None:
-        done = shard_model(module, among)
+        done = shard_model(module, among, _need_whole(optimizer))
     shard_optimizer(optimizer, done)
     ways = average_reads(module, done, among)
     send_together(module, ways, None if how is None else how.bucket)
@@ -293,6 +314,7 @@ class Replicas(NotCopied):
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
         self.model, self.parallel, self.among = model, parallel, Division.of(parallel.group)
+        self.notes: tuple[str, ...] = ()
         ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
         with ranks.sending(writing=True):
             shards = self._divided(optimizer)
@@ -317,7 +339,11 @@ class Replicas(NotCopied):
             for t in (*model.parameters(), *model.buffers()):
                 broadcast(t.data, self.among)
             if parallel.shard:
-                shards = shard_model(model, self.among)
+                whole = _need_whole(optimizer)
+                shards = shard_model(model, self.among, whole)
+                self.notes = tuple(
+                    f"parameters of {name} stay whole on each rank: {why}" for name, why in {*whole.values()}
+                )
         shard_optimizer(optimizer, shards)
         if not together:
             send_together(model, shards, parallel.bucket)

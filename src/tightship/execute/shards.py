@@ -9,7 +9,7 @@ and take them, or whole tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -373,16 +373,16 @@ def _marked(module: torch.nn.Module) -> dict[str, Part]:
     return getattr(type(module), _MARK, {})
 
 
-def shard_model(model: torch.nn.Module, among: Division) -> dict[int, Part]:
+def shard_model(model: torch.nn.Module, among: Division, whole: Container[int] = ()) -> dict[int, Part]:
     """Leaves parts in the parameters, which keep their identity, but for scalars, those with fewer rows than there
-    are ranks, and those of recurrent modules, whose parameters are read in other ways."""
+    are ranks, those of recurrent modules, whose parameters are read in other ways, and those of ids in ``whole``."""
     done: dict[int, Part] = {}
     for module in list(model.modules()):
         if isinstance(module, torch.nn.RNNBase):
             continue
         chosen = {}
         for name, p in module._parameters.items():
-            if p is None or not p.dim() or p.shape[0] < among.size:
+            if p is None or not p.dim() or p.shape[0] < among.size or id(p) in whole:
                 continue
             if id(p) not in done:
                 done[id(p)] = shard = Shard(p.shape, p.stride(), among)

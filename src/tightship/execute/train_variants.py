@@ -88,6 +88,7 @@ class TrainVariants(Prepared):
         check_model(model, hooks=True)
         super().__init__(model, optimizer, settings, trains=True)
         self._with_others = ranks is not None
+        self._notes += self._replicas.notes if self._replicas is not None else ()
         self.loss_fn, self.independent = loss_fn, independent
         self.loop, self._split = loop or Loop(), split or optimizer is None
         if self._replicas is not None and self._replicas.shards:

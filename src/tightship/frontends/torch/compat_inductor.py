@@ -9,6 +9,7 @@ stops there, before any kernel is written or built; `compile_graph` goes on. Bot
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -60,6 +61,7 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     without_tokens,
 )  # fmt: skip
 from tightship.frontends.torch.compat_inductor_tracing import failing
+from tightship.frontends.torch.compiled_collectives import sending_ops
 
 __all__ = [
     "AS_IT_IS",
@@ -462,6 +464,7 @@ def compile_flat(
     require_inductor()
     from torch._inductor import compile_fx, config
 
+    _send_in_order()
     found: list[Any] = []
 
     def inner(given: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
@@ -492,6 +495,31 @@ def compile_flat(
         found[:] = [loaded[0].current_callable, kept_lines(loaded[0], "step", code)]
     call, lowered_ = found
     return call, lowered_
+
+
+@functools.cache
+def _send_in_order() -> None:
+    """Has collectives run in the order that a graph has them in, on all ranks: nothing else would order two of
+    them, and Inductor goes by sizes. None lives longer for it."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    def lowered(op: Any) -> Any:
+        def lower(*args: Any) -> Any:
+            known = len(V.graph.operations)
+            made = ir.FallbackKernel.create(op, *args)
+            last = vars(V.graph).get("_tightship_sent")
+            for new in V.graph.operations[known:]:
+                if isinstance(new, ir.FallbackKernel):
+                    if last is not None:
+                        V.graph.additional_buffer_deps[new.operation_name].add(last)
+                    V.graph._tightship_sent = new.get_name()
+            return made.wrap_for_lowering()
+
+        return lower
+
+    for op in sending_ops():
+        lowering.register_lowering(op, type_promotion_kind=None)(lowered(op))
 
 
 def _boxed(fn: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch.collectives import Collective, collective
 
-__all__ = ["NAMESPACE", "as_ops", "is_gather", "number_of"]
+__all__ = ["NAMESPACE", "as_ops", "is_gather", "number_of", "sending_ops"]
 
 NAMESPACE: Final = "tightship"
 
@@ -69,6 +69,11 @@ def as_ops(fn: Collective) -> Callable[..., Any]:
             'use mode="exact"',
         )
     return functools.partial(way, _ops())
+
+
+def sending_ops() -> tuple[Any, ...]:
+    """All of the ops."""
+    return tuple(_ops().values())
 
 
 def is_gather(target: object) -> bool:

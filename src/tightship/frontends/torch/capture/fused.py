@@ -270,6 +270,7 @@ class Fusing:
     seconds: dict[str, float] = field(default_factory=dict)
     ops: dict[int, Node] = field(default_factory=dict)
     overwritten: set[Node] = field(default_factory=set)  # inputs that are others in the backward pass
+    _sent: tuple[int, ...] = ()  # the last collective
 
     def run(self) -> FusedJoint:
         (output,) = self.gm.graph.find_nodes(op="output")
@@ -399,7 +400,8 @@ class Fusing:
         if not outs and not effect:
             return
         once = any(self.value.get(m) in reads for m in self.overwritten)
-        once = once or (number_of(n.target, n.args) is not None and not is_gather(n.target))
+        number = number_of(n.target, n.args)
+        once = once or (number is not None and not is_gather(n.target))
         flops, seconds = self._cost(n, reads, outs)
         self.seconds[n.name] = seconds
         phase = "backward" if n in self.late else "forward"
@@ -407,9 +409,11 @@ class Fusing:
             Op(
                 self.builder.op_name(n.name), str(n.target), tuple(reads), outs, random=compat_inductor.draws(n),
                 effect=effect or once, time=seconds, flops=flops, phase=phase, source=place_of(n),
-                overwrites=self._overwrites(n),
+                overwrites=self._overwrites(n), control=self._sent if number is not None else (),
             )
         )  # fmt: skip
+        if number is not None:  # in the program's order on all ranks, whatever each plans
+            self._sent = (at,)
         self.ops[at] = n
 
     def _overwrites(self, n: Node) -> tuple[tuple[int, int], ...]:
