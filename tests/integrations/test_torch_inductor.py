@@ -24,6 +24,7 @@ from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
 from tightship.frontends.torch import (
     compat_compile,
     compat_inductor,
+    compat_inductor_code,
     compat_inductor_lines,
     compat_inductor_partitions,
 )  # fmt: skip
@@ -214,7 +215,7 @@ def test_what_inductor_fails_at_is_said_in_its_words():
     from torch._inductor.exc import InductorError
 
     def raising(error):
-        with compat_inductor._lowerable():
+        with compat_inductor_code._lowerable():
             raise InductorError(error, None)
 
     with pytest.raises(compat_inductor.NotLowered, match=r"Inductor fails at it \(no range for q3\)"):

@@ -122,6 +122,8 @@ _LEANED_ON: Final = {
     "torch._inductor.graph": (
         "GraphLowering.decide_layout_opt", "GraphLowering.find_nodes_prefer_channels_last", "GraphLowering.run_node",
     ),
+    "torch._inductor.ir": ("FallbackKernel.create",),
+    "torch._inductor.lowering": ("register_lowering",),
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
     "torch._inductor.codecache": ("PyCodeCache.load_by_key_path",),
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal",),
