@@ -142,6 +142,9 @@ class Aim(Generic[T]):
             found += self._aimed(lessons, most)
             if any(c.needed <= self.budget for c in found):
                 break
+        if self.budget > self.static and not any(c.needed <= self.budget for c in found):
+            # As for a budget below everything: what that would come to, and report, can be had.
+            found += replace(self, budget=self.static, learned=[], missed=[]).run()
         self.missed = [c for c in found if c.needed - self.budget > FAR * (self.budget - self.static)]
         return found
 
