@@ -10,7 +10,7 @@ from tightship.frontends.torch.collectives import messages
 TOGETHER = (
     "ddp", "whole_40", "sharded_40", "infeasible", "raising_code", "other_rows", "other_models", "other_parameters",
     "hand_made", "state_dicts", "refused", "whole_each", "sharded_each", "whole_streamed", "taught", "seen_by_a_mode",
-    "failing_op", "own_optimizer",
+    "failing_op",
 )  # fmt: skip
 
 
@@ -130,8 +130,9 @@ def test_what_leaves_memory_between_uses_is_told_and_changes_no_bits(rows: Rows)
         as_planned(mine["kinds"])
 
 
-def test_an_optimizer_of_ones_own_has_parts_where_it_treats_elements_one_by_one(rows: Rows) -> None:
-    for row in rows["own_optimizer"]:
+@pytest.mark.slow
+def test_an_optimizer_of_ones_own_has_parts_where_it_treats_elements_one_by_one() -> None:
+    for row in run("own_optimizer")["own_optimizer"]:
         for how in ("sharded", "fully_shard"):
             assert row[how] == row["ddp"]
             as_planned(row[f"{how} measure"])
