@@ -130,11 +130,52 @@ def test_compiled_goes_on_after_the_rows_of_a_file_that_was_cut_off(tmp_path, mo
 
     monkeypatch.setattr(module, "prepared", prepared)
     monkeypatch.setattr(
-        module, "row_of", lambda name, way, base, rounds: {"model": name, "way": way.name, "new": True}
+        module,
+        "row_of",
+        lambda name, way, base, timing, peer: {"model": name, "way": way.name, "new": True},
     )
-    rows = module.rows_of("unet", ["80%"], 1, module.read(path), lambda row: module.write(path, row))
+    rows = module.rows_of("unet", ["80%"], None, module.read(path), lambda row: module.write(path, row))
     assert [r["way"] for r in rows] == labels
     assert run == [module.REFERENCE, *labels[-2:]]  # what others are timed beside runs again
     assert [r["way"] for r in module.read(path)] == labels
-    assert module.rows_of("unet", ["80%"], 1, module.read(path), lambda row: None) == module.read(path)
+    assert module.rows_of("unet", ["80%"], None, module.read(path), lambda row: None) == module.read(path)
     assert run[3:] == []
+
+
+def test_compiled_is_timed_beside_each_peer_whose_peak_is_the_budget(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("compiled")
+    made = {
+        module.REFERENCE: (100, 1.0),
+        "eager": (150, 0.8),
+        "Inductor 0.5": (60, 1.1),
+        "Inductor 0.1": (90, 1.2),
+    }
+    ran: list[str] = []
+
+    def prepared(name: str, label: str, make: object) -> object:
+        ran.append(label)
+        way = module.Way.__new__(module.Way)
+        peak, step = made.get(label, (1000, 5.0))
+        way.name, way.peak, way.step = label, peak, lambda clock: step
+        way.note, way.budget, way.least, way.planned, way.first = "", None, None, peak, 1.0
+        return way
+
+    monkeypatch.setattr(module, "prepared", prepared)
+    rows: list[dict] = []
+    timing = module.Timing(3, lambda: 0.0)
+    found = module.rows_of("unet", [module.PEERS], timing, [], rows.append)
+    ours = [(r["peer"], r["peer_ratio"]) for r in found if r["peer"]]
+    assert ours == [
+        ("eager", 6.25),
+        (module.REFERENCE, 5.0),
+        ("Inductor 0.5", 4.545),
+    ]  # the others are beaten
+    ran.clear()
+    again = module.rows_of("unet", [module.PEERS], timing, rows[:-1], lambda row: None)
+    assert again == found
+    assert ran == [
+        module.REFERENCE,
+        "Inductor 0.5",
+        "tightship compiled, as Inductor 0.5",
+    ]  # what was cut off
