@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 
 import pytest
 import torch
@@ -683,6 +684,29 @@ def test_what_is_chosen_was_written_as_a_candidate(tmp_path, monkeypatch, budget
     train(step, 1, 512, 32)
     assert as_planned(step)
     assert len(made) == step.plan.lowered
+
+
+def test_another_thread_may_compile_at_the_same_time():
+    wrong = []
+
+    def others():
+        for width in range(20, 26):
+            model, x = net(1, width), data(8, width)[0]
+            try:
+                torch.testing.assert_close(torch.compile(model, dynamic=False)(x), model(x))
+            except Exception as error:  # whatever it is: it is not of this thread's own code
+                wrong.append(error)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        model = net(3, 32)
+        step = fit(model, loss, sgd(model), data(512, 32), "80%", work=1_000_000, **OPTIONS)
+        train(step, 1, 512, 32)
+    finally:
+        thread.join()
+    assert as_planned(step)
+    assert not wrong
 
 
 @pytest.mark.parametrize("budget", [None, "80%"])

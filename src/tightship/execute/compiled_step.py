@@ -160,7 +160,7 @@ class CompiledStep(CompiledTogether):
         self, program: Program, beside: int, given: Decision | None = None, *, follows: bool = False
     ) -> Any:
         alone = self.ranks is None
-        with self.settings.progress.stage("compiling"):
+        with self.settings.progress.stage("compiling"), compat_inductor.compiling():
             return _Compilation(
                 program,
                 self.optimizer,

@@ -81,6 +81,7 @@ __all__ = [
     "calls_others",
     "compile_flat",
     "compile_graph",
+    "compiling",
     "digest",
     "draws",
     "dry_graph",
@@ -104,6 +105,7 @@ __all__ = [
 ]
 
 _LEANED_ON: Final = {
+    "torch._dynamo.convert_frame": ("compile_lock",),
     "torch._dynamo.exc": ("BackendCompilerFailed",),
     "torch._dynamo.external_utils": ("wrap_inline",),
     "torch._inductor.compile_fx": (
@@ -440,6 +442,13 @@ def compiled_calls(model: torch.nn.Module, backend: Callable[..., Any]) -> Itera
 
 
 # --- a graph without a backward pass of its own ----------------------------------------------------------------
+
+
+def compiling() -> Any:
+    """Inside, no other thread compiles: what of Inductor is replaced meanwhile would count for its code, too."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
 
 
 _PAIRS = 8
