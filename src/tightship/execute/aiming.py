@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from tightship import simulate
 from tightship.errors import Infeasible
-from tightship.execute.cache import Partition, partition_plan
+from tightship.execute.cache import KeptPartitions, Partition, Unplanned, partition_plan
 from tightship.execute.compiled import StepReplay
 from tightship.frontends.torch.capture.fused import with_workspaces
 from tightship.frontends.torch.compat_inductor import NotLowered
@@ -27,7 +27,7 @@ from tightship.plan import Plan
 from tightship.planners import default
 from tightship.planners.evict.problem import EvictionProblem
 
-__all__ = ["STOCK", "Aim", "Candidate", "Model", "Seeds", "fastest", "row_of", "source_of"]
+__all__ = ["STOCK", "Aim", "Candidate", "Model", "Seeds", "fastest", "found_or_kept", "row_of", "source_of"]
 
 FEW = 5
 """Candidates that are lowered at first, at most: with one lesson that is nearly always enough."""
@@ -226,6 +226,22 @@ class Aim(Generic[T]):
             return self.candidate(plan), None
         except NotLowered:
             return None, None
+
+
+def found_or_kept(
+    kept: KeptPartitions, unplanned: Unplanned, budget: int, search: Callable[[], Candidate[T]],
+    again: Callable[[Partition], Candidate[T]] | None, least: Callable[[], Partition],
+) -> Candidate[T]:  # fmt: skip
+    """What ``search`` finds within the budget; or, as ``again`` makes it, what was kept of another budget and is
+    within this one, too. Raises ``Infeasible``, whose ``least`` is kept from then on."""
+    try:
+        return search()
+    except Infeasible:
+        row = kept.within(budget) if again is not None else None
+        if again is not None and row is not None:
+            return again(row)
+        kept.reached(unplanned, least())
+        raise
 
 
 def fastest(

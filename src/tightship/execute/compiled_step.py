@@ -16,6 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.fx import GraphModule
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, row_of, source_of
+from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, found_or_kept, row_of, source_of
 from tightship.execute.binding import Binding
 from tightship.execute.cache import (
     DEFAULT,
@@ -488,15 +489,11 @@ class _Compilation:
             return self.best.made
         best = first or self.candidate(gm, _INDUCTOR, likely=likely)
         if budget is not None and best.needed > budget:
-            try:
-                best = self._within(budget, static, best)
-            except Infeasible:
-                if self.looks and (row := self.kept.within(budget)) is not None:
-                    self.row, self.best = row, self._again(row)
-                    return self.best.made
-                least = min(self.seen.values(), key=lambda c: c.needed)
-                self.kept.reached(self.unplanned, row_of(least, self.count))
-                raise
+            best = found_or_kept(
+                self.kept, self.unplanned, budget, partial(self._within, budget, static, best),
+                self._again if self.looks else None,
+                lambda: row_of(min(self.seen.values(), key=lambda c: c.needed), self.count),
+            )  # fmt: skip
         self.best = best
         self.row = row_of(best, self.count)
         self.kept.keep(self.unplanned, budget, self.row)

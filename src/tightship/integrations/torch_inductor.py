@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -27,7 +28,7 @@ from torch.fx import GraphModule
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, row_of, source_of
+from tightship.execute.aiming import STOCK, Aim, Candidate, fastest, found_or_kept, row_of, source_of
 from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, plan_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.kept_code import Choice, KeptCode
@@ -466,16 +467,21 @@ class _Search:
         best = first
         if budget is not None and first.needed > budget:
             try:
-                best = self.within(budget, static, first)
+                best = found_or_kept(
+                    self.kept, self.unplanned, budget, partial(self.within, budget, static, first),
+                    self.instead if self.owner.kept else None, self.least_row,
+                )  # fmt: skip
             except Infeasible as no:
-                if self.owner.kept and (row := self.kept.within(budget)) is not None:
-                    self.notes[:] = [n for n in self.notes if n != _LEAN]
-                    return self.again(row)
-                self.kept.reached(self.unplanned, self.least_row())
                 raise no.with_advice((*no.advice, *self.failed)) from None
         self.notes += self.failed
         self.kept.keep(self.unplanned, budget, row_of(best, self.count, lean=self.leaned))
         return best
+
+    def instead(self, row: Partition) -> Candidate[Pair]:
+        """What was found for another budget, where this search has found nothing."""
+        self.leaned = False
+        self.notes[:] = [n for n in self.notes if n != _LEAN]
+        return self.again(row)
 
     def least_row(self) -> Partition:
         """The least that was found, of this graph or of the lean one."""
