@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tightship import errors, fit
-from tightship.execute import compiled_step
+from tightship.execute import compiled_code
 from tightship.execute.allocator import Meter
 from tightship.execute.prepared import Thrashing
 from tightship.frontends.torch import compat_inductor
@@ -577,7 +577,7 @@ def test_a_checkpoint_around_each_block_of_a_step_takes_less_than_inductor_does(
         found["blocks"] = self.lowered(self.seed(None), None).peak
         raise Stop
 
-    monkeypatch.setattr(compiled_step._Compilation, "choose", choose)
+    monkeypatch.setattr(compiled_code.Compilation, "choose", choose)
     blocks = [
         nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Dropout(0.1)) for _ in range(4)
     ]
@@ -597,7 +597,7 @@ def test_blocks_of_a_step_are_those_of_the_model(monkeypatch):
         found["model"] = fuse_step(gm, self.outputs)
         raise Stop
 
-    monkeypatch.setattr(compiled_step._Compilation, "choose", choose)
+    monkeypatch.setattr(compiled_code.Compilation, "choose", choose)
     blocks = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
     model = nn.Sequential(*blocks, nn.BatchNorm1d(16), nn.Linear(16, 4))
     with pytest.raises(Stop):
@@ -616,13 +616,13 @@ def test_blocks_of_a_step_are_those_of_the_model(monkeypatch):
 def test_a_second_start_of_a_step_chooses_nothing_and_a_file_that_does_not_hold_is_made_again(
     tmp_path, monkeypatch
 ):
-    counted, candidate = [], compiled_step._Compilation.candidate
+    counted, candidate = [], compiled_code.Compilation.candidate
 
     def counting(self, *args, **more):
         counted.append(1)
         return candidate(self, *args, **more)
 
-    monkeypatch.setattr(compiled_step._Compilation, "candidate", counting)
+    monkeypatch.setattr(compiled_code.Compilation, "candidate", counting)
 
     def start():
         counted.clear()
@@ -836,7 +836,7 @@ def test_a_hook_of_inductor_that_is_gone_stops_fit_and_nothing_runs_in_its_place
 
 
 def test_what_is_compiled_is_what_was_replayed(monkeypatch):
-    first = compiled_step._Compilation.replayed
+    first = compiled_code.Compilation.replayed
     sizes = iter([0, 64])
 
     def drifting(self, lowered):
@@ -844,7 +844,7 @@ def test_what_is_compiled_is_what_was_replayed(monkeypatch):
         found.peaks[-1] += next(sizes)
         return found
 
-    monkeypatch.setattr(compiled_step._Compilation, "replayed", drifting)
+    monkeypatch.setattr(compiled_code.Compilation, "replayed", drifting)
     model = net()
     with pytest.raises(errors.VerificationFailed, match="that were replayed"):
         fit(model, loss, sgd(model), data(), **OPTIONS)

@@ -32,7 +32,7 @@ from tightship.frontends.torch.capture import fused
 from tightship.frontends.torch.capture.fused import fuse
 from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
-from tightship.integrations import torch_inductor
+from tightship.integrations import torch_inductor, torch_inductor_search
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
 from tightship.integrations.torchtitan import MemoryPolicy
 from tightship.planners.default import Options
@@ -439,8 +439,8 @@ def test_attention_with_dropout_within_a_budget():
 
 @pytest.mark.slow
 def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_inductor.Aim, "run", lambda self: [])
-    monkeypatch.setattr(torch_inductor, "STOCK", ())
+    monkeypatch.setattr(torch_inductor_search.Aim, "run", lambda self: [])
+    monkeypatch.setattr(torch_inductor_search, "STOCK", ())
 
     def block():
         return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Dropout(0.1))
@@ -460,8 +460,8 @@ def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_depthwise_convolutions_that_run_again_keep_the_layouts_of_a_backward_pass_without_them(monkeypatch):
-    monkeypatch.setattr(torch_inductor.Aim, "run", lambda self: [])
-    monkeypatch.setattr(torch_inductor, "STOCK", ())
+    monkeypatch.setattr(torch_inductor_search.Aim, "run", lambda self: [])
+    monkeypatch.setattr(torch_inductor_search, "STOCK", ())
 
     def block():
         rows = [
@@ -1347,7 +1347,7 @@ def planned_lines(model, x, share, *, lean=False):
         shares = torch_inductor.Shares(torch_inductor.Ledger(None), 0, lambda _: {}, last=True)
         options = torch_inductor.CompileOptions(cache=None)
         owner = torch_inductor._Compilation(gm_of[0], options, torch_inductor.FrameArena(), shares, "")
-        search = torch_inductor._Search(owner, joint, inputs, outputs, static, lower)
+        search = torch_inductor_search.Search(owner, joint, inputs, outputs, static, lower)
         search = search.lean() if lean else search
         graph = search.model.graph
         unplanned = simulate.replay(graph, simulate.baseline(graph)).peak
@@ -1690,7 +1690,7 @@ def test_the_least_peak_is_that_of_both_ways_to_write_a_graph():
         return search
 
     def searching(peak, count, lean=None):
-        search = object.__new__(torch_inductor._Search)
+        search = object.__new__(torch_inductor_search.Search)
         search.search, search.count, search.unplanned = missed(peak), count, None
         search.lean, search.stock = lambda: lean, lambda _share: None
         return search

@@ -27,7 +27,18 @@ from tightship.plan import Plan
 from tightship.planners import default
 from tightship.planners.evict.problem import EvictionProblem
 
-__all__ = ["STOCK", "Aim", "Candidate", "Model", "Seeds", "fastest", "found_or_kept", "row_of", "source_of"]
+__all__ = [
+    "STOCK",
+    "Aim",
+    "Candidate",
+    "Model",
+    "Seeds",
+    "fastest",
+    "found_or_kept",
+    "row_of",
+    "source_of",
+    "unplanned_of",
+]
 
 FEW = 5
 """Candidates that are lowered at first, at most: with one lesson that is nearly always enough."""
@@ -83,6 +94,13 @@ def row_of(c: Candidate[Any], lowered: int, *, lean: bool = False) -> Partition:
     return Partition(
         c.source, c.share, partition_plan(c.plan), c.peak, c.needed, c.recomputed, c.seconds, lowered, lean
     )
+
+
+def unplanned_of(first: Candidate[Any] | None) -> Unplanned:
+    """What Inductor's own takes, which was lowered."""
+    assert first is not None and first.replay is not None
+    r = first.replay
+    return Unplanned(r.static, tuple(r.peaks), r.rest, tuple(r.handed), first.needed)
 
 
 class Seeds(Protocol[T]):

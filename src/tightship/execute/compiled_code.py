@@ -1,0 +1,532 @@
+"""A whole step as Inductor compiles it: which graph is compiled within a budget, and its runs.
+
+A part of `compiled_step`, whose problem and guarantee these are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from tightship import simulate
+from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
+from tightship.execute import allocator
+from tightship.execute.aiming import (
+    STOCK,
+    Aim,
+    Candidate,
+    fastest,
+    found_or_kept,
+    row_of,
+    source_of,
+    unplanned_of,
+)
+from tightship.execute.cache import (
+    DEFAULT,
+    KeptPartitions,
+    Partition,
+    folder_of,
+    plan_of,
+)
+from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
+from tightship.execute.compiled_ranks import Decision
+from tightship.execute.interpreter import RunStats, report
+from tightship.execute.kept_code import Choice, KeptCode
+from tightship.execute.prepared import Settings
+from tightship.execute.script import device_of
+from tightship.frontends.torch import compat, compat_inductor
+from tightship.frontends.torch.capture.data_guards import only_raises
+from tightship.frontends.torch.capture.flat import Flat, NoFormula, flatten_program
+from tightship.frontends.torch.capture.fused import between_blocks
+from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
+from tightship.frontends.torch.collectives import Collective
+from tightship.frontends.torch.compat_inductor import Lower, Lowered, NotLowered, Outdated
+from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
+from tightship.frontends.torch.optimizer.given import independent
+from tightship.frontends.torch.optimizer.updates import Member, Updater, state_at
+from tightship.frontends.torch.program import Program
+from tightship.graph import aligned, alignment_of
+from tightship.plan import Plan
+from tightship.planners import default
+from tightship.planners.run import decision_plan
+from tightship.process_local import NotCopied
+from tightship.verify import check
+
+__all__ = ["Compilation", "WholePlan"]
+
+_NUMBERS = (
+    "numbers are Inductor's: rounded as its fused kernels round, no further from exact ones than code that "
+    "torch.compile makes, and with random numbers as it draws them"
+)
+_UNCHECKED = (
+    "checks that the code makes of what it computes (assertions, arguments of distributions) are left out"
+)
+
+
+@dataclass(frozen=True)
+class WholePlan(StepPlan):
+    """A compiled step's bytes (`StepPlan`, of one pass). ``notes``: what a user should know of it."""
+
+    notes: tuple[str, ...] = ()
+
+
+class Compiled(NotCopied):
+    """Runs a compiled program, as `Executor` runs one op by op."""
+
+    def __init__(
+        self, program: Program, optimizer: Any, flat: Flat, call: Callable[[list[Any]], Any], plan: WholePlan,
+        kind: str, device: str, made_by: Compilation, *, sends: tuple[int, ...], strict: bool,
+    ) -> None:  # fmt: skip
+        self.unplanned, self.chosen, self.sends = made_by.unplanned, made_by.row, sends
+        self.program, self.optimizer, self.flat, self.plan, self.strict = (
+            program,
+            optimizer,
+            flat,
+            plan,
+            strict,
+        )
+        self.notes: list[str] = []
+        self.arena: allocator.Arena | None = None
+        self.last: RunStats | None = None
+        self._device = device
+        self._numbers = [torch.zeros((), dtype=torch.float64) for _ in flat.numbers]
+        name = program.graph.name
+        (pass_,) = plan.passes
+        self._pass = CompiledPass(call, pass_, plan.static, kind, f"the compiled {name}")
+
+    @property
+    def extent(self) -> int:
+        return self.plan.arena
+
+    @property
+    def pool(self) -> None:
+        """Nothing is offloaded."""
+        return None
+
+    def reserve(self, extent: int) -> allocator.Arena:
+        return allocator.Arena(extent, self._device)
+
+    def run(self, inputs: Sequence[Any], *, consume: bool = False) -> list[Any]:
+        tensors = list(inputs)
+        if consume:
+            assert isinstance(inputs, list)
+            inputs.clear()
+        self._make_state(tensors)
+        args = [tensors[k] for k in self.flat.slots]
+        del tensors
+        for t, number in zip(self._numbers, self.flat.numbers, strict=True):
+            value = number.read(self.optimizer)
+            t.copy_(value) if isinstance(value, torch.Tensor) else t.fill_(value)
+        args += self._numbers
+        if self.arena is None:
+            self.arena = self.reserve(self.extent)
+        with torch.no_grad():
+            results = self._pass.run(args, self.arena, placed=True, budget=self.plan.budget)
+        self.last = self._pass.last
+        if self.last is not None:
+            report(self.last, self.strict)
+        return list(results)
+
+    def _make_state(self, tensors: list[Any]) -> None:
+        """Optimizers make their state at their first step; compiled code finds it there."""
+        places = {slot.value: k for k, slot in enumerate(self.program.slots)}
+        for call in self.program.calls:
+            updater = call.fn
+            if not isinstance(updater, Updater):
+                continue
+            at = [places[ref.value] for ref in call.args[2 : 2 + len(updater.members[0].state_keys)]]
+            if all(tensors[k] is not None for k in at):
+                continue
+            (member,) = updater.members
+            _first_state(updater)
+            state = updater.optimizer.state[member.param]
+            for k, key in zip(at, member.state_keys, strict=True):
+                tensors[k] = state_at(state, key)
+
+
+def _first_state(updater: Updater) -> None:
+    """The state as it is before the first step: of PyTorch's own classes made by the optimizer's code, of others as
+    `_check_updates` has found it to be."""
+    (member,) = updater.members
+    optimizer, param = updater.optimizer, member.param
+    if not independent(optimizer):
+        optimizer.state[param].update({k: torch.zeros_like(t) for k, t in _state_like(member)})
+        return
+    one = _alone(optimizer, member.group, param)
+    group = one.param_groups[0]
+    before = param.grad
+    param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
+    try:
+        lists: list[list[Any]] = [[] for _ in list(inspect.signature(one._init_group).parameters)[1:]]
+        with torch.no_grad():
+            one._init_group(group, *lists)
+    finally:
+        param.grad = before
+    state = optimizer.state[param]
+    for key, like in zip(member.state_keys, member.state_like, strict=True):
+        if not isinstance(state.get(key), torch.Tensor):  # SGD's momentum, which begins as the gradient
+            state[key] = torch.zeros_like(param) if like.shape == param.shape else None
+
+
+def _alone(optimizer: Any, group: int, param: torch.Tensor) -> Any:
+    """The optimizer with one parameter, or another in its place."""
+    one: Any = bare(optimizer)
+    one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
+    one.param_groups = [{**optimizer.param_groups[group], "params": [param]}]
+    return one
+
+
+def _state_like(member: Member) -> list[tuple[Any, torch.Tensor]]:
+    """The member's state by its keys: tensors of its metadata, of unknown numbers."""
+    return [
+        (k, torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=member.param.device))
+        for k, t in zip(member.state_keys, member.state_like, strict=True)
+    ]
+
+
+# --- compiling -------------------------------------------------------------------------------------------------
+
+
+_INDUCTOR = "Inductor"
+
+
+class Compilation:
+    """One program: which graph is compiled for it, and its plan."""
+
+    def __init__(
+        self, program: Program, optimizer: Any, settings: Settings,
+        resolved: Callable[[int, int, int], int | None], beside: int, given: Decision | None = None, *,
+        alone: bool = True, follows: bool = False,
+    ) -> None:  # fmt: skip
+        """``given``: what another rank has decided, of other tensors if this one ``follows``. Unless ``alone``,
+        nothing is kept for later processes: each rank would find something else."""
+        self.given, self.alone, self.follows = given, alone, follows
+        self.row: Partition | None = None
+        self.program, self.optimizer, self.settings = program, optimizer, settings
+        self.resolved, self.beside = resolved, beside
+        device = device_of(program.graph)
+        if device is None:
+            raise Unsupported("ops on several devices in compiled mode", "a budget is of one device's memory")
+        self.device, self.align = device or "cpu", alignment_of(device or "cpu")
+        self.measured = Measured(allocator.kind_of(self.device))
+        unchecked = any(only_raises(c.fn) for c in program.calls)
+        self.notes = [_NUMBERS, *([_UNCHECKED] if unchecked else [])]
+        self.count = 0
+        self.seen: dict[tuple[str, ...], Candidate[GraphModule]] = {}
+        self.model: FusedStep | None = None
+        self.outputs = len(program.results) - len(program.gradients)
+        self.looks = True  # whether choices of earlier runs count
+        self.best: Candidate[GraphModule] | None = None
+        self.code: KeptCode | None = None
+        self.kept: KeptPartitions | None = None
+
+    def run(self) -> Compiled:
+        _check_updates(self.program)
+        if not self.alone:
+            return self._run(None, "")
+        _check_alone(self.program)
+        folder = folder_of(self.settings.measuring.get("cache", DEFAULT))
+        for kept in ("code", "choices", ""):
+            self.looks, self.best, self.count = bool(kept), None, 0
+            self.seen.clear()
+            try:
+                return self._run(folder, kept)
+            except Outdated:  # it is made anew
+                for file in (self.code, self.kept):
+                    if file is not None:
+                        file.forget()
+        raise AssertionError
+
+    def _run(self, folder: pathlib.Path | None, kept: str) -> Compiled:
+        program = self.program
+        flat = flatten_program(program, self.optimizer)
+        self.own = aligned(8, self.align) * len(flat.numbers)
+        self.code = None
+        if folder is not None and kept:
+            made_from = (
+                "step",
+                self.settings.budget,
+                self._options,
+                self.outputs,
+                self._static,
+                self.beside,
+                self.align,
+            )
+            self.code = KeptCode(folder, made_from, self.measured, joint=kept == "code")
+        call, lowered = compat_inductor.compile_flat(flat.graph, flat.inputs, self.choose, self.code)
+        if self.best is None:
+            self.best = self._loaded(flat.graph)
+        elif self.code is not None:
+            self.code.keep_choice(self._choice(self.best))
+        replay = self.replayed(lowered)
+        if max(replay.peaks) != self.best.peak:
+            if self.best.replay is None and self.given is None:
+                raise Outdated("a kept choice")
+            text = f"compiled, the step needs {max(replay.peaks)} B and not the {self.best.peak} B that were replayed"
+            raise VerificationFailed([text], f"graph {program.graph.name}")
+        passes, arena = place(replay, most=self.best.peak if self.budget is None else None)
+        plan = WholePlan(
+            self.budget, replay.static, self.best.peak, arena, passes, max(self.unplanned.peaks), (),
+            self.best.recomputed, self.best.seconds, self.best.source, self.count, tuple(self.notes),
+        )  # fmt: skip
+        made = Compiled(
+            program, self.optimizer, flat, call, plan, self.measured.kind, self.device, self,
+            sends=compat_inductor.sequence(lowered), strict=self.settings.strict,
+        )  # fmt: skip
+        made.notes += self.measured.notes()
+        return made
+
+    def replayed(self, lowered: Lowered) -> StepReplay:
+        constants = sum(aligned(n, self.align) for _, n in lowered.constants)
+        replay = StepReplay(self.program.graph.static_bytes + self.own + constants, self.measured, self.align)
+        for held in replay.run(lowered, [None] * len(lowered.inputs)):
+            replay.hand_out(held)
+        return replay
+
+    # --- which graph ---
+
+    @property
+    def _options(self) -> default.Options:
+        options = getattr(self.settings.planner, "options", None)
+        return options if isinstance(options, default.Options) else default.Options()
+
+    @property
+    def _static(self) -> int:
+        return self.program.graph.static_bytes + self.own
+
+    def _choice(self, best: Candidate[GraphModule]) -> Choice:
+        return Choice(
+            self._static, self._static, 0, self.outputs, 0, (), self.budget, self.unplanned, best.peak,
+            best.recomputed, best.seconds, best.source, self.count, (),
+        )  # fmt: skip
+
+    def _loaded(self, graph: GraphModule) -> Candidate[GraphModule]:
+        """What was decided when the code that is loaded was made. Raises ``Outdated``."""
+        c = None if self.code is None else self.code.choice()
+        if c is None or c.given != self._static:
+            raise Outdated("what was decided for kept code is not known")
+        self.unplanned, self.count = c.unplanned, c.lowered
+        self.budget = self.resolved(self._static, max(c.unplanned.peaks, default=0), self.beside)
+        if self.budget != c.budget:
+            raise Outdated("kept code is within another budget")
+        return Candidate(graph, c.source, c.peak, c.peak, None, c.recomputed, c.seconds)
+
+    def choose(self, gm: GraphModule, lower: Lower) -> GraphModule:
+        self.gm, self.lower = gm, lower
+        static = self._static
+        made_from = ("step", compat_inductor.digest(gm, ()), self.outputs, static, self.align, self._options)
+        folder = folder_of(self.settings.measuring.get("cache", DEFAULT)) if self.alone else None
+        self.kept = KeptPartitions(folder, made_from)
+        known = self.kept.read() if self.looks else None
+        if self.given is not None:
+            known = None if self.follows else (self.given.unplanned, {})
+        within = self.settings.budget
+        likely = within is None or not within.below_unplanned
+        first = None if known is not None else self.candidate(gm, _INDUCTOR, likely=likely)
+        self.unplanned = known[0] if known is not None else unplanned_of(first)
+        budget = self.budget = self.resolved(static, max(self.unplanned.peaks), self.beside)
+        if self.given is not None and self.follows:
+            self.best = self._followed(self.given.chosen, budget)
+            self.row = row_of(self.best, self.count)
+            return self.best.made
+        row = self.given.chosen if self.given is not None else known and known[1].get(str(budget))
+        if row:
+            self.row, self.best = row, self._again(row)
+            return self.best.made
+        best = first or self.candidate(gm, _INDUCTOR, likely=likely)
+        if budget is not None and best.needed > budget:
+            best = found_or_kept(
+                self.kept, self.unplanned, budget, partial(self._within, budget, static, best),
+                self._again if self.looks else None,
+                lambda: row_of(min(self.seen.values(), key=lambda c: c.needed), self.count),
+            )  # fmt: skip
+        self.best = best
+        self.row = row_of(best, self.count)
+        self.kept.keep(self.unplanned, budget, self.row)
+        return best.made
+
+    def _followed(self, row: Partition, budget: int | None) -> Candidate[GraphModule]:
+        """What was decided for the same ops on tensors of other sizes. Raises ``Unsupported`` where ops differ,
+        ``Infeasible`` beyond the budget."""
+        plan = plan_of(row)
+        if row.source == _INDUCTOR:
+            found = self.candidate(self.gm, _INDUCTOR)
+        else:
+            model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
+            made = self.seed(row.share) if plan is None else None
+            try:
+                if plan is not None:
+                    line = simulate.replay(model.graph, plan.steps)
+                    plan = decision_plan(model.graph, plan.steps, line, plan.planner)
+                    made = model.ordered(plan)
+            except (TightshipError, LookupError, ValueError):
+                made = None
+            if made is None:
+                raise Unsupported(
+                    "batches of other shapes on some ranks, for which other ops run,",
+                    "no compiled code sends in the order of the other ranks'", "give all ranks batches of one shape",
+                )  # fmt: skip
+            found = self.candidate(made, row.source, plan, share=row.share)
+        if budget is not None and found.needed > budget:
+            raise Infeasible(
+                budget=budget, lower_bound=self._static, best_peak=found.peak, placed=found.needed
+            )
+        return found
+
+    def _again(self, row: Partition) -> Candidate[GraphModule]:
+        """What was chosen in an earlier run. Raises ``Outdated`` where it is not this graph's."""
+        try:
+            plan, made = plan_of(row), self.gm if row.source == _INDUCTOR else None
+            if made is None:
+                model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
+                if plan is not None:
+                    plan = plan if self.given is None else replace(plan, digest=model.graph.digest)
+                    check(model.graph, plan)
+                    made = model.ordered(plan)
+                else:
+                    made = self.seed(row.share)
+            if made is None:
+                raise BadInput("a kept choice is Inductor's own, or of a plan")
+        except TightshipError as error:
+            raise Outdated(str(error)) from error
+        self.count = row.lowered
+        return Candidate(
+            made, row.source, row.peak, row.needed, None, row.recomputed, row.seconds, row.share, plan
+        )
+
+    def candidate(
+        self, gm: GraphModule, source: str, plan: Plan | None = None, *, share: float | None = None,
+        likely: bool = True,
+    ) -> Candidate[GraphModule]:  # fmt: skip
+        key = tuple(map(compat_inductor.origin, gm.graph.nodes))
+        if key not in self.seen:
+            try:
+                replay = self.replayed(self.lower(gm, likely=likely))
+            except NotLowered as error:
+                self.notes += [] if str(error) in self.notes else [str(error)]
+                raise
+            self.count += 1
+            peak = max(replay.peaks)
+            needed = max(peak, replay.static + place(replay)[1])
+            cost = self.model.recompute_time(gm) if self.model is not None else (0, 0.0)
+            self.seen[key] = Candidate(gm, source, peak, needed, replay, *cost, share, plan)
+        return self.seen[key]
+
+    def _within(self, budget: int, static: int, first: Candidate[GraphModule]) -> Candidate[GraphModule]:
+        """The fastest within the budget: of our plans, and of what Inductor or checkpoints would save. Raises
+        ``Infeasible``."""
+        model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
+
+        def ours(plan: Plan) -> Candidate[GraphModule]:
+            return self.candidate(model.ordered(plan), "tightship", plan)
+
+        aim = Aim(model, self._options, ours, budget, static, first.workspaces())
+        found = [*aim.run(), *self.seen.values()]
+        return fastest(found, (1.0, *STOCK, None), self, budget, static, aim)
+
+    # --- what others would save ---
+
+    def seed(self, share: float | None) -> GraphModule | None:
+        """What keeps for the backward pass what Inductor would at an ``activation_memory_budget``; for None, what a
+        checkpoint around each block does, if there are blocks."""
+        model = self.model
+        assert model is not None
+        if share is None:
+            saved = between_blocks(self.gm, model.is_late)
+            return model.saving(saved) if saved else None
+        return model.saving(compat_inductor.stock_saved(self.gm, model.late, model.outputs, share))
+
+    def seconds(self, gm: GraphModule) -> float:
+        return 0.0 if self.model is None else self.model.recompute_time(gm)[1]
+
+    def least(self, _gm: GraphModule) -> int:
+        return 0
+
+    def lowered(self, gm: GraphModule, share: float | None) -> Candidate[GraphModule]:
+        return self.candidate(gm, source_of(share), share=share)
+
+
+def _check_alone(program: Program) -> None:
+    """Raises ``Unsupported`` for what is sent to ranks that have not agreed on an order."""
+    for call in program.calls:
+        if isinstance(call.fn, Collective) and len(call.fn.group(call.args)) > 1:
+            raise Unsupported(
+                f"{call.fn} in compiled mode with independent=True", "each rank would compile and order it by itself",
+                'leave independent out, or use mode="exact"',
+            )  # fmt: skip
+
+
+_INSTEAD = "call step.prepare(batch): the update is then planned by itself, op by op"
+
+
+def _check_updates(program: Program) -> None:
+    """Raises ``Unsupported`` for updates by sparse gradients, and ``NoFormula`` for a first step that is another than
+    those after it."""
+    tried: set[Any] = set()
+    for call in program.calls:
+        updater = call.fn
+        if isinstance(updater, Updater) and updater.sparse:
+            raise Unsupported(
+                f"the sparse gradient of {updater.name!r} in compiled mode",
+                "Inductor has no code for sparse tensors",
+                'use mode="exact", or sparse=False in the embedding',
+            )  # fmt: skip
+        if not isinstance(updater, Updater) or updater.materialized or len(updater.members) > 1:
+            continue
+        (member,) = updater.members
+        group = updater.optimizer.param_groups[member.group]
+        if isinstance(updater.optimizer, torch.optim.SGD) and group.get("dampening"):
+            raise NoFormula(
+                "SGD with dampening before its first step, in compiled mode",
+                "its first step leaves dampening out", _INSTEAD,
+            )  # fmt: skip
+        if independent(updater.optimizer):
+            continue
+        p = member.param
+        kind = (updater.number, member.group, tuple(p.shape), p.dtype)
+        if kind not in tried and not _begins_with_zeros(updater):
+            raise NoFormula(
+                f"{type(updater.optimizer).__name__} before its first step, in compiled mode",
+                "its state does not begin as zeros", _INSTEAD,
+            )  # fmt: skip
+        tried.add(kind)
+
+
+def _begins_with_zeros(updater: Updater) -> bool:
+    """Whether a first step with a state of zeros gives the same bits as one without a state, on copies. Raises
+    ``NoFormula`` for a state that has more than tensors."""
+    (member,) = updater.members
+    optimizer, p = updater.optimizer, member.param
+    keys = [k for k in member.state_keys if not isinstance(k, Path)]
+    found: list[list[torch.Tensor]] = []
+    with random_untouched(), torch.no_grad():
+        start, grad = torch.randn_like(p), torch.randn_like(p)
+        for zeros in (False, True):
+            param = torch.nn.Parameter(start.clone())
+            one = copied(_alone(optimizer, member.group, p), {id(p): param})
+            one.state = defaultdict(dict)
+            if zeros:
+                one.state[param] = {k: torch.zeros_like(t) for k, t in _state_like(member)}
+            param.grad = grad.clone()
+            try:
+                compat.plain_step(type(optimizer))(one)
+            except Exception:
+                return False
+            state = one.state[param]
+            if other := [k for k, x in state.items() if not isinstance(x, torch.Tensor)]:
+                raise NoFormula(
+                    f"the optimizer {type(optimizer).__name__} in compiled mode",
+                    f"it keeps {other[0]!r} in Python beside tensors, which would stay as it is", _INSTEAD,
+                )  # fmt: skip
+            if not all(isinstance(state.get(k), torch.Tensor) for k in keys):
+                return False
+            found.append([param.detach(), *(state[k] for k in keys)])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
