@@ -10,6 +10,8 @@ import gc
 import importlib
 import logging
 import sys
+import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -327,12 +329,28 @@ class _CallThrough:
 
 @contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, ``owner`` has another function, class or value by that name; functions for this thread alone."""
     before = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
-    setattr(owner, name, value)
+    setattr(owner, name, _only_here(before, value))
     try:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _only_here(before: Any, value: Any) -> Any:
+    """A function that is ``value`` on this thread, and ``before`` on all others; what is no function as it is."""
+    if isinstance(value, classmethod) and isinstance(before, classmethod):
+        return classmethod(_only_here(before.__func__, value.__func__))
+    if not isinstance(value, types.FunctionType) or not callable(before):
+        return value
+    mine = threading.get_ident()
+
+    @functools.wraps(value)
+    def here(*args: Any, **kwargs: Any) -> Any:
+        return (value if threading.get_ident() == mine else before)(*args, **kwargs)
+
+    return here
 
 
 @contextmanager

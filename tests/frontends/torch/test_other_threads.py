@@ -1,0 +1,67 @@
+"""Threads beside one that captures a step: what they call of PyTorch's is PyTorch's."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tightship import fit
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_a_thread_beside_a_capture_seeds_converts_checkpoints_and_differentiates_as_always():
+    begun, done = threading.Event(), threading.Event()
+    found: dict[str, object] = {}
+
+    def beside():
+        begun.wait(60)
+        try:
+            torch.manual_seed(3)
+            found["half"] = nn.Linear(2, 2).half().weight.dtype
+            runs = []
+
+            def block(x):
+                runs.append(1)
+                return Doubled.apply(x).sin()
+
+            x = torch.ones(3, requires_grad=True)
+            checkpoint(block, x, use_reentrant=False).sum().backward()
+            found["runs"], found["grad"] = len(runs), x.grad
+        except Exception as error:
+            found["error"] = error
+        finally:
+            done.set()
+
+    calls = []
+
+    def loss(model, x):
+        calls.append(1)
+        if len(calls) == 1:  # while the step is captured
+            begun.set()
+            done.wait(60)
+        return model(x).square().mean()
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    x = torch.randn(16, 8)
+    step = fit(model, loss, torch.optim.SGD(model.parameters()), x, "100%", cache=None)
+    thread.join()
+    assert "error" not in found
+    assert found["half"] == torch.float16
+    assert found["runs"] == 2
+    assert torch.allclose(found["grad"], 2 * torch.full((3,), 2.0).cos())
+    step(x)
+    assert step.measure()["measured_peak"] == step.measure()["planned_peak"]
