@@ -1,10 +1,12 @@
-"""On a CUDA device: the tests that need one, then models trained in eager and within budgets.
+"""On a CUDA device: the tests that need one, then models of usual sizes trained within budgets, in bfloat16.
 
-    python benchmarks/gpu.py [--minutes 30] [--write]      (make gpu)
+    python benchmarks/gpu.py [--minutes 30] [--jobs 1] [--models gpt2,bert] [--no-tests] [--write]      (make gpu)
 
-Each row is one process: PyTorch takes another CUDA allocator only as its first. Losses and parameters are compared
-with eager's bit by bit, peaks are those of one meter, times are medians of steps that take turns. What does not
-finish in the time is said. Without a device it says so and ends with status 2. ``--write`` puts the table into
+Each row is one process: PyTorch takes another CUDA allocator only as its first. Times are medians of steps, over
+those of the same model in eager on PyTorch's allocator, in a process of its own; so are the two peers. With ``--jobs``
+several processes prepare side by side, and are timed one after the other. Losses and parameters are compared with
+eager's bit by bit; where eager differs from itself (kernels that add in no fixed order), that is said. What does not
+finish in the time is said. Without a device it says so and ends with status 2. ``--write`` puts the tables into
 docs/training.md.
 """
 
@@ -12,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,95 +30,239 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "training.md"
 BEGIN, END = "<!-- begin: benchmarks/gpu.py -->", "<!-- end: benchmarks/gpu.py -->"
-TESTS = ("tests/execute/test_cuda.py",)
-MODELS = ("gpt2", "bert", "vit", "resnet50")
-BUDGETS = ("100%", "static+70%", "static+50%", "static+35%")
-STEPS = 12
+TESTS = ("tests/execute/test_cuda.py", "tests/execute/test_gpu.py")
+BUDGETS = ("100%", "static+60%", "static+40%")
+PEERS = ("eager", "checkpoints")
+STEPS = 10
 HEAD = (
     "model",
-    "budget",
-    "eager, MiB",
-    "planned",
+    "way",
+    "planned, MiB",
     "measured",
     "misses",
     "bits",
-    "step over eager",
-    "code, ms",
+    "step, ms",
+    "over eager",
+    "prepared, s",
 )
-MARKS = ("---", "---", "---:", "---:", "---:", "---:", "---", "---:", "---:")
+MARKS = ("---", "---", "---:", "---:", "---:", "---", "---:", "---:", "---:")
+
+
+def _text(vocabulary: int, batch: int, length: int, number: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, vocabulary, (batch, length), generator=g).cuda()
+    return {"input_ids": ids, "labels": ids}
+
+
+def _images(batch: int, number: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(number)
+    labels = torch.randint(0, 1000, (batch,), generator=g).cuda()
+    return {"pixel_values": torch.randn(batch, 3, 224, 224, generator=g).cuda(), "labels": labels}
+
+
+def model_of(name: str) -> torch.nn.Module:
+    """A model of a usual size, with random weights, in training mode on the device."""
+    import transformers as t
+
+    t.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    model: Any
+    if name == "gpt2":
+        model = t.GPT2LMHeadModel(t.GPT2Config(use_cache=False))
+    elif name == "bert":
+        model = t.BertForMaskedLM(t.BertConfig())
+    elif name == "vit":
+        model = t.ViTForImageClassification(t.ViTConfig(num_labels=1000))
+    elif name == "resnet50":
+        model = t.ResNetForImageClassification(t.ResNetConfig(num_labels=1000))
+    else:
+        sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
+        config = t.LlamaConfig(
+            vocab_size=32000, num_attention_heads=16, num_key_value_heads=4, use_cache=False, **sizes
+        )
+        model = t.LlamaForCausalLM(config)
+    return model.cuda().train()  # type: ignore[no-any-return]
+
+
+BATCHES = {
+    "gpt2": functools.partial(_text, 50257, 8, 1024),
+    "bert": functools.partial(_text, 30522, 32, 512),
+    "vit": functools.partial(_images, 64),
+    "resnet50": functools.partial(_images, 64),
+    "llama": functools.partial(_text, 32000, 8, 1024),
+}
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss: torch.Tensor = model(**batch).loss
+        return loss
+
+
+def _trained(model: torch.nn.Module, batches: list[Any]) -> tuple[list[torch.Tensor], list[float]]:
+    """Losses, and seconds of each step, in eager."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    losses, times = [], []
+    for k, batch in enumerate(batches):
+        torch.manual_seed(k)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return losses, times
+
+
+def _wait() -> None:
+    """Until the others have prepared and nobody else is timed."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def peer(name: str, kind: str) -> dict[str, Any]:
+    """Eager training on PyTorch's own allocator, as it is or with a checkpoint around each block."""
+    import tightship
+
+    model = model_of(name)
+    if kind == "checkpoints":
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    batches = [BATCHES[name](k) for k in range(STEPS)]
+    twin = model_of(name)
+    needed = tightship.estimate(
+        twin, batches[0], torch.optim.AdamW(twin.parameters(), fused=True), loss_fn=loss_of, device="h100"
+    ).peak if kind == "eager" else None  # fmt: skip
+    del twin
+    _wait()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    _, times = _trained(model, batches)
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {
+        "planned": needed, "measured": peak, "misses": None, "bits": f"{reserved / 2**20:.0f} reserved",
+        "seconds": statistics.median(times[3:]), "prepared": None,
+    }  # fmt: skip
 
 
 def one(name: str, budget: str) -> dict[str, Any]:
-    """A model trained in eager and within the budget, on this process's device."""
+    """A model trained within the budget, and by two twins in eager, on this process's device."""
     from tightship.execute import allocator
 
     allocator.load("cuda")  # before anything is put on the device
     import tightship
-    from tightship.demo import models
-    from tightship.execute.allocator import Meter
 
-    work = getattr(models, name)()
-    model = work.make().cuda()
+    model = model_of(name)
     twin = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(m.parameters()) for m in (model, twin)]
-    batches = [{k: v.cuda() for k, v in work.batch(k).items()} for k in range(STEPS)]
-    step = tightship.fit(model, None, optimizers[0], batches[0], budget, seconds=10.0)
-    times: dict[str, list[float]] = {"ours": [], "eager": [], "code": []}
-    peaks, alike, asked = [], True, step._asked
-
-    def timed(batch: Any) -> Any:
-        began = time.perf_counter()
-        found = asked(batch)
-        times["code"].append(time.perf_counter() - began)
-        return found
-
-    def eager(batch: Any) -> torch.Tensor:
-        optimizers[1].zero_grad()
-        loss: torch.Tensor = twin(**batch).loss
-        loss.backward()
-        optimizers[1].step()
-        return loss.detach()
-
-    step._asked = timed  # type: ignore[method-assign]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batches = [BATCHES[name](k) for k in range(STEPS)]
+    began = time.perf_counter()
+    step = tightship.fit(model, loss_of, optimizer, batches[0], budget, seconds=10.0, cache=None)
+    prepared = time.perf_counter() - began
+    _wait()
+    losses, times, misses = [], [], 0
     for k, batch in enumerate(batches):
-        losses = []
-        for kind, run in (("ours", step), ("eager", eager)):
-            torch.manual_seed(k)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            with Meter("cuda") as meter:
-                losses.append(run(batch).detach().clone())
-                torch.cuda.synchronize()
-            times[kind].append(time.perf_counter() - began)
-            optimizers[1].zero_grad()
-        peaks.append(meter.peak)
-        alike = alike and torch.equal(*losses)
-    alike = alike and all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
-    middle = {kind: statistics.median(v[2:]) for kind, v in times.items()}
-    return {
-        "model": work.title, "budget": budget, **step.measure(), "alike": alike, "eager": max(peaks[2:]),
-        "ratio": middle["ours"] / middle["eager"], "code": 1e3 * middle["code"],
+        torch.manual_seed(k)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        losses.append(step(batch).detach().clone())
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+        misses += step.last.misses if step.last else 0
+    found: dict[str, Any] = {
+        "planned": step.measure()["planned_peak"], "measured": step.measure()["measured_peak"], "misses": misses,
+        "seconds": statistics.median(times[3:]), "prepared": prepared, "notes": list(step.notes),
+        "all": [round(1e3 * t, 1) for t in times],
     }  # fmt: skip
+    ours = losses, [v.clone() for v in model.state_dict().values()]
+    del step, optimizer, model
+    eager = []
+    for twin_ in (twin, copy.deepcopy(twin)):
+        losses = _trained(twin_, batches)[0]
+        eager.append((losses, [v.clone() for v in twin_.state_dict().values()]))
+
+    def same(a: Any, b: Any) -> bool:
+        return all(torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+    found["bits"] = (
+        "identical" if same(ours, eager[0]) else "DIFFERENT" if same(*eager) else "eager differs from itself"
+    )
+    return found
 
 
-def row(name: str, budget: str, seconds: float) -> tuple[str, ...]:
-    command = [sys.executable, __file__, "--one", name, budget]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(seconds, 1.0), cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        return (name, budget, "", "", "", "", "not finished", "", "")
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        said = done.stderr.strip().splitlines()[-1:] or ["no word"]
-        return (name, budget, "", "", "", "", said[0][:100].replace("|", "/"), "", "")
-    r = json.loads(done.stdout.splitlines()[-1])
+class Row:
+    """A process that prepares, waits to be timed, and says what it found."""
+
+    def __init__(self, name: str, way: str) -> None:
+        self.name, self.way = name, way
+        command = [sys.executable, __file__, "--one", name, way]
+        pipe = subprocess.PIPE
+        self.errors = open(f"/tmp/gpu-{name}-{way.replace('%', '')}.err", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, cwd=ROOT
+        )
+
+    def ready(self) -> None:
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline()) and line.strip() != "ready":
+            pass
+
+    def go(self) -> dict[str, Any] | str:
+        """What it found, or what it said last."""
+        try:
+            out, _ = self.process.communicate("go\n")
+        except BrokenPipeError:
+            out = ""
+        if self.process.wait() == 0 and out.strip():
+            found: dict[str, Any] = json.loads(out.splitlines()[-1])
+            return found
+        self.errors.seek(0)
+        said = self.errors.read()
+        print(f"{self.name} {self.way}: {said[-3000:]}", file=sys.stderr)
+        return (said.strip().splitlines() or ["not finished"])[-1][:120].replace("|", "/")
+
+
+def rows_of(name: str, ways: tuple[str, ...], jobs: int, until: float) -> list[tuple[str, ...]]:
+    found: dict[str, dict[str, Any] | str] = {}
+    for first in range(0, len(ways), jobs):
+        rows = [Row(name, way) for way in ways[first : first + jobs]]
+        stop = _killer(rows, until)
+        for row in rows:
+            row.ready()
+        for row in rows:
+            found[row.way] = row.go()
+        stop()
+    eager = found.get("eager")
+    base = eager["seconds"] if isinstance(eager, dict) else None
+    return [_cells(name, way, found[way], base) for way in ways]
+
+
+def _killer(rows: list[Row], until: float) -> Any:
+    def kill() -> None:
+        for row in rows:
+            row.process.kill()
+
+    timer = threading.Timer(max(until - time.monotonic(), 1.0), kill)
+    timer.daemon = True
+    timer.start()
+    return timer.cancel
+
+
+def _cells(name: str, way: str, found: dict[str, Any] | str, eager: float | None) -> tuple[str, ...]:
+    if isinstance(found, str):
+        return (name, way, "", "", "", found, "", "", "")
 
     def mib(size: int | None) -> str:
         return "" if size is None else f"{size / 2**20:.2f}"
 
+    over = "" if eager is None else f"{found['seconds'] / eager:.3f}"
+    prepared = "" if found["prepared"] is None else f"{found['prepared']:.1f}"
+    misses = "" if found["misses"] is None else str(found["misses"])
     return (
-        r["model"], budget, mib(r["static"] + r["eager"]), mib(r["planned_peak"]), mib(r["measured_peak"]),
-        str(r["misses"]), "identical" if r["alike"] else "DIFFERENT", f"{r['ratio']:.2f}", f"{r['code']:.1f}",
+        name, way, mib(found["planned"]), mib(found["measured"]), misses, found["bits"],
+        f"{1e3 * found['seconds']:.1f}", over, prepared,
     )  # fmt: skip
 
 
@@ -123,27 +271,39 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="for all of it")
-    parser.add_argument("--one", nargs=2, metavar=("MODEL", "BUDGET"), help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that prepare side by side")
+    parser.add_argument("--models", default=",".join(BATCHES), help="separated by commas")
+    parser.add_argument("--budgets", default=",".join(BUDGETS), help="separated by commas")
+    parser.add_argument("--no-tests", action="store_true", help="the table alone")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to run; make dry-cuda checks what needs none", file=sys.stderr)
         return 2
     if args.one:
-        print(json.dumps(one(*args.one)))
+        name, way = args.one
+        print(json.dumps(peer(name, way) if way in PEERS else one(name, way)))
         return 0
     until = time.monotonic() + 60 * args.minutes
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-ra", *TESTS], cwd=ROOT)
-    rows = [row(name, budget, until - time.monotonic()) for name in MODELS for budget in BUDGETS]
+    code, tests = 0, "not run"
+    if not args.no_tests:
+        more = ["-n", str(args.jobs)] if args.jobs > 1 else []
+        code = subprocess.run(
+            [sys.executable, "-m", "pytest", "-ra", "-m", "", *more, *TESTS], cwd=ROOT
+        ).returncode
+        tests = "passed" if code == 0 else "FAILED"
+    ways = (*PEERS, *args.budgets.split(","))
+    rows = [r for name in args.models.split(",") for r in rows_of(name, ways, args.jobs, until)]
     table = pages.table(HEAD, MARKS, rows)
     said = (
         f"{time.strftime('%Y-%m-%d')}; {torch.cuda.get_device_name()}; PyTorch {torch.__version__}; {STEPS} steps "
-        f"each, in turns; tests {'passed' if tests.returncode == 0 else 'FAILED'}; `make gpu`."
+        f"each; tests {tests}; `make gpu`."
     )
     print(f"{said}\n\n{table}")
     if args.write:
         pages.put(PAGE, BEGIN, END, f"{said}\n\n{table}")
-    return tests.returncode
+    return code
 
 
 if __name__ == "__main__":

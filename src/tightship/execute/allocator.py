@@ -237,8 +237,7 @@ def replay(arena: Arena, script: Script) -> Iterator[Replay]:
     """
     functions = arena._native
     if arena.kind == "cuda" and torch.cuda.is_initialized():
-        # cuBLAS keeps a workspace for each thread and stream, which its first matmul asks for: no part of a step.
-        torch.cuda.current_blas_handle()
+        _ask_for_workspaces(arena.device)
     try:
         functions.begin(arena._handle, script._handle)
     except ValueError as error:
@@ -251,6 +250,21 @@ def replay(arena: Arena, script: Script) -> Iterator[Replay]:
         stats["first_misses"] = tuple(Miss(*miss) for miss in stats["first_misses"])
         stats["failed_step"] = None if stats["failed_step"] < 0 else stats["failed_step"]
         session._stats = ReplayStats(**stats)
+
+
+_asked = threading.local()
+
+
+def _ask_for_workspaces(device: str) -> None:
+    """cuBLAS and cuBLASLt keep a workspace for each thread and stream, which its first matmul, and its first with a
+    bias, ask for: no part of a step."""
+    with torch.cuda.device(device):
+        torch.cuda.current_blas_handle()
+        stream = torch.cuda.current_stream().cuda_stream
+        if (device, stream) not in (asked := _asked.__dict__.setdefault("streams", set())):
+            square = torch.zeros(16, 16, device=device)
+            torch.addmm(square[0], square, square, out=torch.empty_like(square))
+            asked.add((device, stream))
 
 
 def aside(kind: str = "cpu", nbytes: int = -1, slack: int = 0) -> None:

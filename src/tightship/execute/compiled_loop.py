@@ -186,8 +186,7 @@ def _tree(tree: Any, made: dict[int, torch.Tensor]) -> _Held:
 def _all_flops(graph: GraphModule) -> int:
     total = 0
     for n in graph.graph.nodes:
-        count = compat.flop_formula(n.target) if isinstance(n.target, torch._ops.OpOverload) else None
-        if count is not None:
+        if isinstance(n.target, torch._ops.OpOverload):
             args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: a.meta.get("val"))
-            total += int(count(*args, **kwargs, out_val=n.meta.get("val")))
+            total += compat.flops_of(n.target, args, kwargs, n.meta.get("val"))
     return total

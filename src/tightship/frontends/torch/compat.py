@@ -465,9 +465,14 @@ def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
-def flop_formula(fn: Any) -> Callable[..., int] | None:
-    """PyTorch's own count of the floating-point operations of ``fn(*args, out_val=result)``, if it has one."""
-    return flop_registry.get(fn.overloadpacket)
+def flops_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """The floating-point operations of a call by PyTorch's own formula; 0 if it has none, or one that knows no such
+    shapes (attention with fewer heads for keys than for queries)."""
+    count = flop_registry.get(fn.overloadpacket)
+    try:
+        return int(count(*args, **kwargs, out_val=out)) if count else 0
+    except (AssertionError, TypeError, ValueError):
+        return 0
 
 
 def is_composite(fn: Any, device: str) -> bool:

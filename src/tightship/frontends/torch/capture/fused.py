@@ -444,8 +444,8 @@ class Fusing:
         flops = 0
         if not is_pointwise(n) and not is_reduction(n):
             args, kwargs = _arguments(n)
-            count = compat.flop_formula(n.target) if isinstance(n.target, torch._ops.OpOverload) else None
-            flops = int(count(*args, **kwargs, out_val=n.meta.get("val"))) if count else 0
+            if isinstance(n.target, torch._ops.OpOverload):
+                flops = compat.flops_of(n.target, args, kwargs, n.meta.get("val"))
         storages = self.builder.storages
         traffic = sum(storages[self.builder.storage_of(v)].size for v in (*reads, *outs))
         return flops, modeled_time(flops, traffic)

@@ -121,8 +121,7 @@ class Recorder(compat.TorchDispatchMode):
             out = self._run(fn, args, kwargs, origin)
         except compat.DATA_ERRORS:
             out = made_of(self.questions.shapes(fn, taken, taken_kw, origin))
-        count = compat.flop_formula(fn)
-        flops = int(count(*args, **kwargs, out_val=out)) if count else 0
+        flops = compat.flops_of(fn, args, kwargs, out)
         samples = self.questions.samples(fn, taken, taken_kw, origin)
         record = self.tape.record(fn, taken, taken_kw, out, phase=self.phase, origin=origin, flops=flops)
         if record is not None:
