@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [--minutes 30] [--jobs 1] [--models gpt2,bert] [--no-tests] [--write]      (make gpu)
 
 Each row is one process: PyTorch takes another CUDA allocator only as its first. Times are medians of steps, over
-those of the same model in eager on PyTorch's allocator, in a process of its own; so are the two peers. With ``--jobs``
-several processes prepare side by side, and are timed one after the other. Losses and parameters are compared with
+those of the same model in eager on PyTorch's allocator, in a process of its own; so are the two peers. With
+``--jobs`` several processes prepare side by side, and are timed one after the other. Losses and parameters are compared with
 eager's bit by bit; where eager differs from itself (kernels that add in no fixed order), that is said. What does not
 finish in the time is said. Without a device it says so and ends with status 2. ``--write`` puts the tables into
 docs/training.md.
