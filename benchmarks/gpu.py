@@ -2,12 +2,13 @@
 
     python benchmarks/gpu.py [--minutes 30] [--jobs 1] [--models gpt2,bert] [--no-tests] [--write]      (make gpu)
 
-Each row is one process: PyTorch takes another CUDA allocator only as its first. Times are medians of steps, over
-those of the same model in eager on PyTorch's allocator, in a process of its own; so are the two peers. With
-``--jobs`` several processes prepare side by side, and are timed one after the other. Losses and parameters are compared with
-eager's bit by bit; where eager differs from itself (kernels that add in no fixed order), that is said. What does not
-finish in the time is said. Without a device it says so and ends with status 2. ``--write`` puts the tables into
-docs/training.md.
+Each row is one process: PyTorch takes another CUDA allocator only as its first. A way is a budget, with what else
+than recomputation is allowed (``static+40%,offload``), or a peer: the same model in eager on PyTorch's own
+allocator, as it is or with checkpoints. A step's time is that of several one after another, as a training loop runs
+them, without waiting for the device in between. With ``--jobs`` several processes prepare side by side, and are
+timed one after the other. Losses and parameters are compared with eager's bit by bit; where eager differs from
+itself (kernels that add in no fixed order), that is said. What does not finish in the time is said. Without a
+device it says so and ends with status 2. ``--write`` puts the table into docs/training.md.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import argparse
 import copy
 import functools
 import json
-import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,22 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "training.md"
 BEGIN, END = "<!-- begin: benchmarks/gpu.py -->", "<!-- end: benchmarks/gpu.py -->"
 TESTS = ("tests/execute/test_cuda.py", "tests/execute/test_gpu.py")
-BUDGETS = ("100%", "static+60%", "static+40%")
+BUDGETS = ("100%", "static+60%", "static+45%", "static+45%,offload")
 PEERS = ("eager", "checkpoints")
-STEPS = 10
+WARM, STEPS = 3, 12
 HEAD = (
     "model",
     "way",
     "planned, MiB",
     "measured",
+    "reserved",
     "misses",
     "bits",
     "step, ms",
     "over eager",
     "prepared, s",
 )
-MARKS = ("---", "---", "---:", "---:", "---:", "---", "---:", "---:", "---:")
+MARKS = ("---", "---", "---:", "---:", "---:", "---:", "---", "---:", "---:", "---:")
 
 
 def _text(vocabulary: int, batch: int, length: int, number: int) -> dict[str, torch.Tensor]:
@@ -99,22 +101,30 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return loss
 
 
-def _trained(model: torch.nn.Module, batches: list[Any]) -> tuple[list[torch.Tensor], list[float]]:
-    """Losses, and seconds of each step, in eager."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    losses, times = [], []
+def _timed(step: Callable[[dict[str, torch.Tensor]], torch.Tensor], batches: list[Any]) -> tuple[Any, float]:
+    """Losses, and the seconds of a step: of all but the first few, one after another."""
+    losses, began = [], 0.0
     for k, batch in enumerate(batches):
+        if k == WARM:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
         torch.manual_seed(k)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+        losses.append(step(batch).detach().clone())
+    torch.cuda.synchronize()
+    return losses, (time.perf_counter() - began) / (len(batches) - WARM)
+
+
+def _trained(model: torch.nn.Module, batches: list[Any]) -> tuple[Any, float]:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach().clone())
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return losses, times
+        return loss.detach()
+
+    return _timed(step, batches)
 
 
 def _wait() -> None:
@@ -123,65 +133,69 @@ def _wait() -> None:
     sys.stdin.readline()
 
 
+def _bytes(*tensors: torch.Tensor) -> int:
+    return sum(-(-t.nbytes // 512) * 512 for t in tensors)
+
+
 def peer(name: str, kind: str) -> dict[str, Any]:
-    """Eager training on PyTorch's own allocator, as it is or with a checkpoint around each block."""
+    """Eager training on PyTorch's own allocator, as it is or with a checkpoint around each block; what is planned is
+    what `tightship.estimate` expects."""
     import tightship
 
     model = model_of(name)
     if kind == "checkpoints":
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     batches = [BATCHES[name](k) for k in range(STEPS)]
-    twin = model_of(name)
-    needed = tightship.estimate(
-        twin, batches[0], torch.optim.AdamW(twin.parameters(), fused=True), loss_fn=loss_of, device="h100"
-    ).peak if kind == "eager" else None  # fmt: skip
-    del twin
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    needed = tightship.estimate(model, batches[0], optimizer, loss_of, "h100").peak
+    square = torch.zeros(16, 16, device="cuda")
+    torch.addmm(square[0], square, square)  # cuBLAS keeps its workspaces, which no estimate counts
     _wait()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    _, times = _trained(model, batches)
+    others = torch.cuda.memory_allocated() - _bytes(*model.state_dict().values(), *batches[0].values())
+    _, seconds = _trained(model, batches)
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {
-        "planned": needed, "measured": peak, "misses": None, "bits": f"{reserved / 2**20:.0f} reserved",
-        "seconds": statistics.median(times[3:]), "prepared": None,
+        "planned": needed, "measured": peak - others, "reserved": reserved - others, "misses": None, "bits": "",
+        "seconds": seconds, "prepared": None,
     }  # fmt: skip
 
 
-def one(name: str, budget: str) -> dict[str, Any]:
+def one(name: str, way: str) -> dict[str, Any]:
     """A model trained within the budget, and by two twins in eager, on this process's device."""
     from tightship.execute import allocator
 
     allocator.load("cuda")  # before anything is put on the device
     import tightship
 
+    budget, _, allow = way.partition(",")
     model = model_of(name)
-    twin = copy.deepcopy(model)
+    twins = [copy.deepcopy(model) for _ in range(2)]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batches = [BATCHES[name](k) for k in range(STEPS)]
+    options: Any = {"seconds": 10.0, "cache": None, "allow": f"recompute,{allow}".rstrip(",")}
     began = time.perf_counter()
-    step = tightship.fit(model, loss_of, optimizer, batches[0], budget, seconds=10.0, cache=None)
+    step = tightship.fit(model, loss_of, optimizer, batches[0], budget, **options)
     prepared = time.perf_counter() - began
+    misses = []
+
+    def counted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = step(batch)
+        misses.append(step.last.misses if step.last else -1)
+        return loss
+
     _wait()
-    losses, times, misses = [], [], 0
-    for k, batch in enumerate(batches):
-        torch.manual_seed(k)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        losses.append(step(batch).detach().clone())
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-        misses += step.last.misses if step.last else 0
+    losses, seconds = _timed(counted, batches)
+    measured = step.measure()
     found: dict[str, Any] = {
-        "planned": step.measure()["planned_peak"], "measured": step.measure()["measured_peak"], "misses": misses,
-        "seconds": statistics.median(times[3:]), "prepared": prepared, "notes": list(step.notes),
-        "all": [round(1e3 * t, 1) for t in times],
+        "planned": measured["planned_peak"], "measured": measured["measured_peak"], "misses": sum(misses),
+        "reserved": (measured["static"] or 0) + allocator.reserved("cuda"), "seconds": seconds,
+        "prepared": prepared, "notes": list(step.notes),
     }  # fmt: skip
     ours = losses, [v.clone() for v in model.state_dict().values()]
-    del step, optimizer, model
-    eager = []
-    for twin_ in (twin, copy.deepcopy(twin)):
-        losses = _trained(twin_, batches)[0]
-        eager.append((losses, [v.clone() for v in twin_.state_dict().values()]))
+    del optimizer, model
+    eager = [(_trained(twin, batches)[0], list(twin.state_dict().values())) for twin in twins]
 
     def same(a: Any, b: Any) -> bool:
         return all(torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
@@ -192,6 +206,9 @@ def one(name: str, budget: str) -> dict[str, Any]:
     return found
 
 
+NAMES = str.maketrans("+%,", "---")
+
+
 class Row:
     """A process that prepares, waits to be timed, and says what it found."""
 
@@ -199,7 +216,7 @@ class Row:
         self.name, self.way = name, way
         command = [sys.executable, __file__, "--one", name, way]
         pipe = subprocess.PIPE
-        self.errors = open(f"/tmp/gpu-{name}-{way.replace('%', '')}.err", "w+")  # noqa: SIM115
+        self.errors = open(f"/tmp/gpu-{name}-{way.translate(NAMES)}.err", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, cwd=ROOT
         )
@@ -252,16 +269,16 @@ def _killer(rows: list[Row], until: float) -> Any:
 
 def _cells(name: str, way: str, found: dict[str, Any] | str, eager: float | None) -> tuple[str, ...]:
     if isinstance(found, str):
-        return (name, way, "", "", "", found, "", "", "")
+        return (name, way, "", "", "", "", found, "", "", "")
 
     def mib(size: int | None) -> str:
-        return "" if size is None else f"{size / 2**20:.2f}"
+        return "" if size is None else f"{size / 2**20:.1f}"
 
     over = "" if eager is None else f"{found['seconds'] / eager:.3f}"
     prepared = "" if found["prepared"] is None else f"{found['prepared']:.1f}"
     misses = "" if found["misses"] is None else str(found["misses"])
     return (
-        name, way, mib(found["planned"]), mib(found["measured"]), misses, found["bits"],
+        name, way, mib(found["planned"]), mib(found["measured"]), mib(found["reserved"]), misses, found["bits"],
         f"{1e3 * found['seconds']:.1f}", over, prepared,
     )  # fmt: skip
 
@@ -273,7 +290,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="for all of it")
     parser.add_argument("--jobs", type=int, default=1, help="processes that prepare side by side")
     parser.add_argument("--models", default=",".join(BATCHES), help="separated by commas")
-    parser.add_argument("--budgets", default=",".join(BUDGETS), help="separated by commas")
+    parser.add_argument("--budgets", default=" ".join(BUDGETS), help="separated by spaces")
     parser.add_argument("--no-tests", action="store_true", help="the table alone")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
@@ -293,7 +310,7 @@ def main() -> int:
             [sys.executable, "-m", "pytest", "-ra", "-m", "", *more, *TESTS], cwd=ROOT
         ).returncode
         tests = "passed" if code == 0 else "FAILED"
-    ways = (*PEERS, *args.budgets.split(","))
+    ways = (*PEERS, *args.budgets.split())
     rows = [r for name in args.models.split(",") for r in rows_of(name, ways, args.jobs, until)]
     table = pages.table(HEAD, MARKS, rows)
     said = (
