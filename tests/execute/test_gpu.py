@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,7 @@ def holds(found, deterministic):
 
 ADAMW = "torch.optim.AdamW(p, lr=1e-3)"
 FUSED = "torch.optim.AdamW(p, lr=1e-3, fused=True)"
-NAMES = ("gpt", "gpt-eager", "bert", "llama", "t5", "vit", "resnet", "convnext", "cnn", "lstm")
+NAMES = ("gpt", "gpt-eager", "bert", "llama", "t5", "vit", "resnet", "convnext", "cnn")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -199,6 +200,24 @@ def test_a_model_trains_as_in_eager_within_its_budget(name, deterministic):
     )
     holds(found, deterministic)
     assert found["planned"] < found["before"]
+
+
+def test_recurrent_nets_without_cudnn():
+    """With it they are refused in words."""
+    values = {
+        "NAME": "lstm",
+        "OPTIMIZER": ADAMW,
+        "BUDGET": "90%",
+        "ALLOW": "recompute",
+        "DETERMINISTIC": True,
+    }
+    if not ON_DRY:
+        refused = run("try:\n" + textwrap.indent(TRAIN, "    ") + """
+except tightship.Unsupported as error:
+    print(json.dumps({"refused": str(error)}))
+""", **values)  # fmt: skip
+        assert "cuDNN" in refused["refused"], refused
+    holds(run("torch.backends.cudnn.enabled = False\n" + TRAIN, **values), True)
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "llama", "resnet"])

@@ -37,6 +37,8 @@ class CompiledStep(CompiledTogether):
     other number that is of the ops compiles again, which ``notes`` says.
     """
 
+    _shares_updates = False
+
     def __init__(self, *args: Any, **more: Any) -> None:
         compat_inductor.require_inductor()
         self._apart = False  # whether the update is not compiled

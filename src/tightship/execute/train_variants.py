@@ -76,6 +76,9 @@ class TrainVariants(Prepared):
     else is captured and planned as a kind of its own.
     """
 
+    _shares_updates = True
+    """Whether parameters may share the op that updates them."""
+
     def __init__(
         self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings, *,
         independent: bool = False, loop: Loop | None = None, split: bool = False,
@@ -201,7 +204,9 @@ class TrainVariants(Prepared):
 
     def _own_updates(self) -> Updates | SeveralUpdates:
         if self._updates is None:
-            self._updates = updaters(self.optimizer, dict(self._owned.parameters))
+            whole = not (self.settings.stream or self.settings.split or self._with_others)
+            parameters = dict(self._owned.parameters)
+            self._updates = updaters(self.optimizer, parameters, buckets=whole and self._shares_updates)
         return self._updates
 
     def _ending(self, held: Mapping[str, torch.Tensor] | None = None) -> Ending:

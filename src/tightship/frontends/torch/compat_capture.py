@@ -195,6 +195,11 @@ class DataReaders:
             return func
 
         def called(*args: Any, **kwargs: Any) -> Any:
+            if name in _PACKED and args[0].is_cuda and torch.backends.cudnn.enabled:
+                raise Unplannable(
+                    f"{name} with cuDNN", "it reads where its weights lie, and draws from a state of its own",
+                    "say torch.backends.cudnn.enabled = False around it: then it is planned as PyTorch's own ops",
+                )  # fmt: skip
             if (
                 len(args) > 1
                 and isinstance(args[1], torch.Tensor)

@@ -1,4 +1,4 @@
-"""Updater: an optimizer's step as opaque ops, one for each parameter or one for all of them.
+"""Updater: an optimizer's step as opaque ops, one for each parameter (on a GPU, for some), or one for all of them.
 
 An optimizer that treats its parameters independently gives the same bits when it steps them one at a time, so the
 update of a parameter can run as soon as its gradient is there, and the gradient be freed. Those of torch.optim do;
@@ -181,12 +181,17 @@ class Updater:
 
 class Updates:
     """How an optimizer's step is divided into ops. ``names`` are the model's for the parameters that it steps;
-    ``together`` says why one op steps them all, and is None where each has its own."""
+    ``together`` says why one op steps them all, and is None where each has its own, or, with ``buckets`` on a GPU,
+    neighbors share one."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, places: Mapping[str, tuple[int, torch.Tensor]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        places: Mapping[str, tuple[int, torch.Tensor]],
+        *,
+        buckets: bool = False,
     ) -> None:
-        self.optimizer, self._places = optimizer, places
+        self.optimizer, self._places, self._buckets = optimizer, places, buckets
         self.names = tuple(places)
         self.keeps = False
         self._known = independent(optimizer)
@@ -233,7 +238,8 @@ class Updates:
             stateful = [m.param for m in members if m.has_state]
             # What a sparse gradient asks for follows from how many rows come several times.
             return [
-                Updater(optimizer, [m], _alone(optimizer, m, stateful), exact=not m.rows) for m in members
+                Updater(optimizer, b, _alone(optimizer, b, stateful), exact=not b[0].rows)
+                for b in (_buckets(members) if self._buckets else [[m] for m in members])
             ]
         more: dict[str, Any] = {
             "writes_gradients": True,
@@ -280,19 +286,26 @@ class SeveralUpdates:
 
 
 def updaters(
-    optimizer: torch.optim.Optimizer | Several, model_parameters: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer | Several,
+    model_parameters: Mapping[str, torch.Tensor],
+    *,
+    buckets: bool = False,
 ) -> Updates | SeveralUpdates:
-    """How the optimizer's step becomes ops on those of the model's parameters that require a gradient.
+    """How the optimizer's step becomes ops on those of the model's parameters that require a gradient. ``buckets``:
+    on a GPU, parameters of known optimizers may share an op.
 
     Raises ``Unsupported`` for optimizers whose step needs a closure, has hooks around it or does not run on copies
     of its parameters; ``BadInput`` for one that does not hold the model's parameters.
     """
     if isinstance(optimizer, Several):
-        return SeveralUpdates(optimizer, [_updates(o, model_parameters) for o in optimizer.optimizers])
-    return _updates(optimizer, model_parameters)
+        parts = [_updates(o, model_parameters, buckets) for o in optimizer.optimizers]
+        return SeveralUpdates(optimizer, parts)
+    return _updates(optimizer, model_parameters, buckets)
 
 
-def _updates(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, torch.Tensor]) -> Updates:
+def _updates(
+    optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, torch.Tensor], buckets: bool
+) -> Updates:
     _check(optimizer)
     names = {id(p): n for n, p in reversed(list(model_parameters.items()))}
     places: dict[str, tuple[int, torch.Tensor]] = {}
@@ -309,7 +322,7 @@ def _updates(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, to
             places[names[id(p)]] = g, p
     if not places:
         raise BadInput("none of its parameters requires a gradient", place="optimizer")
-    return Updates(optimizer, places)
+    return Updates(optimizer, places, buckets=buckets)
 
 
 def _check(optimizer: Any) -> None:
@@ -337,31 +350,59 @@ def _check(optimizer: Any) -> None:
         raise Unsupported(f"{name} with differentiable=True", "a planned step is not differentiable")
 
 
-# --- one parameter of one of torch's own ----------------------------------------------------------------------
+# --- parameters of one of torch's own ----------------------------------------------------------------------
 
 
-def _alone(optimizer: torch.optim.Optimizer, member: Member, stateful: Sequence[torch.Tensor]) -> Run:
-    """Steps the parameter in an optimizer of the same class and settings that has no other. The ``stateful`` ones get
-    their places in the state in this order, as in eager, whatever the order of the updates."""
-    one, step, param = bare(optimizer), compat.plain_step(type(optimizer)), member.param
+def _buckets(members: Sequence[Member]) -> list[list[Member]]:
+    """Members that one op steps: on the CPU, and with sparse gradients, one. On a GPU an update of one parameter is
+    a dozen kernels that take longer to launch than to run, so neighbors share an op, up to a small part of the
+    parameters' bytes: by so much more memory is taken while one runs."""
+    limit = min(sum(m.param.nbytes for m in members) // _PARTS, _BUCKET)
+    buckets: list[list[Member]] = []
+    free = 0
+    for m in members:
+        shares = m.param.is_cuda and not m.rows
+        if shares and m.param.nbytes <= free:
+            buckets[-1].append(m)
+        else:
+            buckets.append([m])
+            free = limit if shares else 0
+        free -= m.param.nbytes
+    return buckets
+
+
+_PARTS, _BUCKET = 32, 32 << 20
+
+
+def _alone(
+    optimizer: torch.optim.Optimizer, members: Sequence[Member], stateful: Sequence[torch.Tensor]
+) -> Run:
+    """Steps the parameters in an optimizer of the same class and settings that has no others. The ``stateful`` ones
+    get their places in the state in this order, as in eager, whatever the order of the updates."""
+    one, step = bare(optimizer), compat.plain_step(type(optimizer))
     one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
-    one.param_groups = [{"params": [param]}]
+    groups: dict[int, list[torch.Tensor]] = {}
+    for m in members:
+        groups.setdefault(m.group, []).append(m.param)
+    begins = [m.param for m in members if m.has_state]
     nothing: dict[Any, Any] = {}
 
     def run(grads: list[torch.Tensor]) -> None:
         one.state = optimizer.state
-        if member.has_state and param not in one.state:
+        if any(p not in one.state for p in begins):
             for p in stateful:
                 one.state.setdefault(p, {})  # which these classes take for none
-        group = optimizer.param_groups[member.group]
-        one.param_groups[0] = {**group, "params": one.param_groups[0]["params"]}
+        one.param_groups = [{**optimizer.param_groups[g], "params": params} for g, params in groups.items()]
         for name in ("grad_scale", "found_inf"):  # what a GradScaler tells a fused step
             vars(one)[name] = vars(optimizer).get(name)
-        before, param.grad = param.grad, grads[0]
+        before = [m.param.grad for m in members]
+        for m, grad in zip(members, grads, strict=True):
+            m.param.grad = grad
         try:
             step(one)
         finally:
-            param.grad = before
+            for m, grad in zip(members, before, strict=True):
+                m.param.grad = grad
             one.state = (
                 nothing  # state that is replaced (load_state_dict) is let go of then, not a step later
             )
