@@ -17,6 +17,7 @@ import argparse
 import copy
 import functools
 import json
+import statistics
 import subprocess
 import sys
 import threading
@@ -34,7 +35,7 @@ BEGIN, END = "<!-- begin: benchmarks/gpu.py -->", "<!-- end: benchmarks/gpu.py -
 TESTS = ("tests/execute/test_cuda.py", "tests/execute/test_gpu.py")
 BUDGETS = ("100%", "static+60%", "static+45%", "static+45%,offload")
 PEERS = ("eager", "checkpoints")
-WARM, STEPS = 3, 12
+WARM, ROUND, ROUNDS = 3, 4, 5
 HEAD = (
     "model",
     "way",
@@ -102,20 +103,25 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _timed(step: Callable[[dict[str, torch.Tensor]], torch.Tensor], batches: list[Any]) -> tuple[Any, float]:
-    """Losses, and the seconds of a step: of all but the first few, one after another."""
-    losses, began = [], 0.0
-    for k, batch in enumerate(batches):
-        if k == WARM:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-        torch.manual_seed(k)
-        losses.append(step(batch).detach().clone())
-    torch.cuda.synchronize()
-    return losses, (time.perf_counter() - began) / (len(batches) - WARM)
+    """Losses, and the seconds of a step: the median of rounds of several, after the first few."""
+    losses: list[torch.Tensor] = []
+
+    def run(count: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            k = len(losses)
+            torch.manual_seed(k)
+            losses.append(step(batches[k % len(batches)]).detach().clone())
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / count
+
+    run(WARM)
+    return losses, statistics.median(run(ROUND) for _ in range(ROUNDS))
 
 
 def _trained(model: torch.nn.Module, batches: list[Any]) -> tuple[Any, float]:
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = loss_of(model, batch)
@@ -145,8 +151,8 @@ def peer(name: str, kind: str) -> dict[str, Any]:
     model = model_of(name)
     if kind == "checkpoints":
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    batches = [BATCHES[name](k) for k in range(STEPS)]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batches = [BATCHES[name](k) for k in range(ROUND)]
+    optimizer = torch.optim.AdamW(model.parameters())
     needed = tightship.estimate(model, batches[0], optimizer, loss_of, "h100").peak
     square = torch.zeros(16, 16, device="cuda")
     torch.addmm(square[0], square, square)  # cuBLAS keeps its workspaces, which no estimate counts
@@ -172,8 +178,8 @@ def one(name: str, way: str) -> dict[str, Any]:
     budget, _, allow = way.partition(",")
     model = model_of(name)
     twins = [copy.deepcopy(model) for _ in range(2)]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batches = [BATCHES[name](k) for k in range(STEPS)]
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches = [BATCHES[name](k) for k in range(ROUND)]
     options: Any = {"seconds": 10.0, "cache": None, "allow": f"recompute,{allow}".rstrip(",")}
     began = time.perf_counter()
     step = tightship.fit(model, loss_of, optimizer, batches[0], budget, **options)
@@ -314,7 +320,7 @@ def main() -> int:
     rows = [r for name in args.models.split(",") for r in rows_of(name, ways, args.jobs, until)]
     table = pages.table(HEAD, MARKS, rows)
     said = (
-        f"{time.strftime('%Y-%m-%d')}; {torch.cuda.get_device_name()}; PyTorch {torch.__version__}; {STEPS} steps "
+        f"{time.strftime('%Y-%m-%d')}; {torch.cuda.get_device_name()}; PyTorch {torch.__version__}; {WARM + ROUND * ROUNDS} steps "
         f"each; tests {tests}; `make gpu`."
     )
     print(f"{said}\n\n{table}")
