@@ -319,8 +319,9 @@ def main() -> int:
     ways = (*PEERS, *args.budgets.split())
     rows = [r for name in args.models.split(",") for r in rows_of(name, ways, args.jobs, until)]
     table = pages.table(HEAD, MARKS, rows)
+    count = WARM + ROUND * ROUNDS
     said = (
-        f"{time.strftime('%Y-%m-%d')}; {torch.cuda.get_device_name()}; PyTorch {torch.__version__}; {WARM + ROUND * ROUNDS} steps "
+        f"{time.strftime('%Y-%m-%d')}; {torch.cuda.get_device_name()}; PyTorch {torch.__version__}; {count} steps "
         f"each; tests {tests}; `make gpu`."
     )
     print(f"{said}\n\n{table}")

@@ -150,7 +150,8 @@ def test_the_search_copies_out_and_packs(dry):  # noqa: F811
 
 
 TIERED = """
-import glob, os, watched
+import glob, os
+from support import watched
 watched.packing_runs()
 from tightship.execute import host_pool
 host_pool.PIECE = 100_000
@@ -206,7 +207,8 @@ for _ in range(2):
 
 
 RANDOM = """
-import numpy as np, plans, watched
+import numpy as np
+from support import plans, watched
 from tightship.execute.interpreter import Executor
 from tightship.planners.evict.problem import KEEP, OFFLOAD, COMPRESS, EvictionProblem
 from tightship.planners.evict.lowering import pure_random_ops, save_random_states
