@@ -256,6 +256,7 @@ def rows_of(name: str, ways: tuple[str, ...], jobs: int, until: float) -> list[t
             row.ready()
         for row in rows:
             found[row.way] = row.go()
+            print(json.dumps({"model": name, "way": row.way, "found": found[row.way]}), flush=True)
         stop()
     eager = found.get("eager")
     base = eager["seconds"] if isinstance(eager, dict) else None

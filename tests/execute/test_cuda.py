@@ -389,7 +389,7 @@ print("held")
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: never run on hardware yet")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
     ("allow", "budget"),
     [

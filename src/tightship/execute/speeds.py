@@ -7,7 +7,7 @@ an op wait for that one.
 
 Beside a GPU, copies to pinned memory and codecs are timed by CUDA's events. What a copy takes from the ops beside it
 is what the host needs to begin it and to have it waited for: an engine copies, and what that takes of the GPU's
-memory is not counted. This has not yet run on a GPU.
+memory is not counted.
 """
 
 from __future__ import annotations
