@@ -293,9 +293,9 @@ def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds:
     return Source(captured.graph, program=captured, step=step, took=time.perf_counter() - began)
 
 
-def load_step(text: str, **ranks: int) -> ModelStep:
+def load_step(text: str, *, as_it_is: bool = False, **ranks: int) -> ModelStep:
     """The model and what comes with it that ``module:factory`` makes, of one of the ``ranks`` given (``ranks``,
-    ``rank``). Raises as `load_source`."""
+    ``rank``): divided as a plan does it, or, ``as_it_is``, as torch does. Raises as `load_source`."""
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise BadInput(f"unknown source {text!r}: a source is module:factory, {FILES}; {_RETURNS}")
@@ -307,7 +307,7 @@ def load_step(text: str, **ranks: int) -> ModelStep:
     step = _step(returned, text)
     if ranks:
         with users_code("dividing the model among ranks", text):
-            step = _divided(step)
+            step = _fully_sharded(step) if as_it_is else _divided(step)
     return step
 
 
@@ -335,6 +335,13 @@ def _divided(step: ModelStep) -> ModelStep:
     loss = loss_function(step.loss_fn, step.sample) if has_loss else None
     model, loss = imagined(step.model, step.optimizer, loss)
     return replace(step, model=model, loss_fn=loss)
+
+
+def _fully_sharded(step: ModelStep) -> ModelStep:
+    from tightship.execute.estimate import fully_sharded
+
+    fully_sharded(step.model, step.optimizer)
+    return step
 
 
 def _factory(module: str, name: str, text: str) -> Any:

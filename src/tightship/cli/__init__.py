@@ -133,6 +133,8 @@ _ARGUMENTS = {
     "steps": _argument("--steps", "N", "training steps of each model, at least 5", type=int, default=12),
     "ranks": _argument("--ranks", "N", "of module:factory: one of so many ranks that train the model in shards (or "
         "as torch has made it parallel), all imagined: nothing is run or sent", type=int),
+    "estimated ranks": _argument("--ranks", "N", "one of so many ranks, all imagined, among which fully_shard "
+        "divides the blocks of the model (or as torch has made it parallel): nothing is run or sent", type=int),
     "rank": _argument("--rank", "R", "which of --ranks (default: 0)", type=int),
     "shape": _argument("--shape", "NAME=N,…", "of a model.onnx or a graph.pb: sizes of symbolic dimensions, such as "
         "batch=4,seq=128, or of a value, such as x=1x3x224x224", action="append"),
@@ -208,7 +210,19 @@ _VERBS = {
     "estimate": _Verb(
         "will it fit? what a training loop or a forward pass needs as it is, before anything is allocated",
         "cli.verbs:estimate",
-        ("factory", "fits", "device", "accumulate", "autocast", "checkpoint", "compiled", "remedies", "top"),
+        (
+            "factory",
+            "fits",
+            "device",
+            "accumulate",
+            "autocast",
+            "checkpoint",
+            "compiled",
+            "remedies",
+            "top",
+            "estimated ranks",
+            "rank",
+        ),
     ),
     "diff": _Verb(
         "what two plans do differently, and what each difference costs",

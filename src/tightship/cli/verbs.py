@@ -29,7 +29,8 @@ def estimate(chosen: argparse.Namespace, out: Output) -> int:
     if memory is not None and memory.bytes is None:
         raise BadInput(f"--fits is {chosen.fits!r}: give bytes, such as 24GiB")
     with Line(out.live, f"reading {chosen.source}"):
-        step = load_step(chosen.source)
+        ranks = {n: x for n in ("ranks", "rank") if (x := getattr(chosen, n)) is not None}
+        step = load_step(chosen.source, as_it_is=True, **ranks)
     options: Any = {
         "accumulate": chosen.accumulate,
         "checkpoint": chosen.checkpoint,

@@ -21,7 +21,7 @@ import torch
 from tightship.execute import allocator
 from tightship.execute.bench import sample_tensor
 from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, machine
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Kind
 from tightship.frontends.torch.capture.sparse import SparseCall
 from tightship.frontends.torch.capture.tape import Record
@@ -68,6 +68,8 @@ class Kernels:
                 self.unknown[r.target] += 1
             return max(r.fn.most, results)
         runs = r.device == "cpu" and (hasattr(r.fn, "_schema") or isinstance(r.fn, SparseCall))
+        if compat_distributed.is_collective(r.fn):  # gloo copies, and lets go of the copies when it likes
+            runs = False
         if not self._run or self._kept is None or not runs:
             if self._may_ask(r):
                 self.unknown[r.target] += 1

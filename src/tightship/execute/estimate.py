@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final, TypedDict, Unpack
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recomputed_in_backward
 
 from tightship.analysis.structure import ModuleSums, of_any_layer
@@ -23,10 +24,11 @@ from tightship.errors import BadInput, Infeasible, TightshipError
 from tightship.execute import profile
 from tightship.execute.compiled_loop import Emulation
 from tightship.execute.eager_peak import Kernels, Timeline
+from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
 from tightship.frontends.torch.capture.step import capture_step, module_of
-from tightship.frontends.torch.optimizer.given import as_one
+from tightship.frontends.torch.optimizer.given import as_one, each
 from tightship.frontends.torch.structure import (
     LossFn,
     batch_size,
@@ -321,6 +323,8 @@ class _Asked:
                 self.loop or self.own_loop(), self.optimizer, self.steps, foreach=self.device.is_gpu,
                 backend=Emulation(loop, run=run) if self.compiled else None,
             )  # fmt: skip
+        if isinstance(model, DistributedDataParallel):
+            loop.add_buckets(compat_distributed.buckets_of(model))
         kernels = Kernels(loop, run=run)
         return _summed(
             loop, Timeline(loop, kernels, CUDA_ALIGNMENT if self.device.is_gpu else 0), kernels, self
@@ -384,6 +388,9 @@ def estimate(
     (``h100``, ``rtx4090``, ``cpu``); on a GPU sizes are rounded as its allocator does, torch's optimizers step all
     parameters together, and context and libraries take what is assumed for it; the ops are those of the CPU.
 
+    In ``DistributedDataParallel``, or divided by ``fully_shard``, the answer is this rank's, with buckets, and what
+    is gathered for as long as it is there; nothing is sent.
+
     A model on the meta device needs no memory; its sample should have data where the model looks at some. On the CPU,
     for models with data, the answer is what the allocator measures, to the byte: each kind of kernel is run once on
     tensors of its sizes for what it holds for itself (``kernels=False``: none is; True: also for models without
@@ -393,7 +400,7 @@ def estimate(
     from parameters, and whatever the model raises.
     """
     model = module_of(model)
-    check_model(model)
+    check_model(model.module if isinstance(model, DistributedDataParallel) else model, shards=True)
     chosen = {**_DEFAULTS, **options}
     if unknown := [name for name in chosen if name not in _DEFAULTS]:
         raise BadInput(
@@ -547,6 +554,24 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
+def fully_sharded(model: torch.nn.Module, optimizer: Any) -> None:
+    """Has ``fully_shard`` divide each block of a model, and then the rest, among the ranks there are, as its tutorial
+    does; the optimizer steps the parts. What torch has made parallel already stays as it is."""
+    if isinstance(model, DistributedDataParallel) or compat_distributed.distributed_by(model):
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    before = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    for block in blocks(model):
+        fully_shard(block)
+    fully_shard(model)
+    now = dict(model.named_parameters(remove_duplicate=False))
+    parts = {before[n]: p for n, p in now.items() if n in before}
+    for one in each(optimizer) if optimizer is not None else ():
+        for group in one.param_groups:
+            group["params"] = [parts.get(id(p), p) for p in group["params"]]
+
+
 def _is_block(module: torch.nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
@@ -560,7 +585,11 @@ def _remedies(now: Estimate, asked: _Asked, limit: int, seconds: float) -> Itera
         yield Remedy("a checkpoint around each block", other.total, other.total <= limit, cost)
     if asked.loop is None:
         yield from _smaller_batch(now, asked, limit)
-        if asked.trains and asked.accumulate == 1 and asked.autocast is None and asked.loss_fn is not None:
+        divided = isinstance(asked.model, DistributedDataParallel) or compat_distributed.distributed_by(
+            asked.model
+        )
+        plain = asked.trains and asked.accumulate == 1 and asked.autocast is None and not divided
+        if plain and asked.loss_fn is not None:
             yield from _own_plan(asked, limit, beside, seconds)
 
 

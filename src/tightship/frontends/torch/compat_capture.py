@@ -359,6 +359,22 @@ def _only_here(before: Any, value: Any) -> Any:
 
 
 @contextmanager
+def resizes_seen(seen: Callable[[int, int], None]) -> Iterator[None]:
+    """Inside, ``seen`` is told of storages that get another size, and what that is: ``fully_shard`` frees and makes
+    what it has gathered in this way."""
+    owner: Any = torch.UntypedStorage
+    before = owner.resize_
+
+    def resize(self: Any, nbytes: int) -> Any:
+        found = before(self, nbytes)
+        seen(int(self._cdata), int(nbytes))
+        return found
+
+    with _patched(owner, "resize_", resize):
+        yield
+
+
+@contextmanager
 def quiet_capture(*, has_data: bool) -> Iterator[None]:
     """What has to be different while a step is captured, put back afterwards: ``python_for_stand_ins``, and caches
     that grew meanwhile are emptied."""

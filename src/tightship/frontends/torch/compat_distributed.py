@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,18 @@ def is_wait(fn: Any) -> bool:
 def is_distributed(kind: type) -> bool:
     """Whether tensors of a class are DTensors, which make ops of their parts, and collectives, of each op."""
     return kind.__name__ == "DTensor" and kind.__module__ == "torch.distributed.tensor"
+
+
+def part_or_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, which has its bytes; other tensors as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def with_own_part(tensor: Any, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor like another one, with that part; no leaf's gradient is asked for."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(part, tensor._spec, requires_grad=False)
 
 
 def methods_of_parts() -> list[tuple[Any, str]]:
@@ -322,6 +335,36 @@ def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
     return rows
 
 
+@contextmanager
+def sharding_stand_ins(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, ``fully_shard`` gathers the parameters that the model has now; afterwards all is as it was before."""
+    kept: dict[int, tuple[Any, dict[str, Any]]] = {}
+    groups = []
+    for _, state in _fully_shard_states(model):
+        groups += state._fsdp_param_groups
+        for x in (state, state._state_ctx, state._comm_ctx):
+            kept[id(x)] = x, _shallow(vars(x))
+    for x in (x for group in groups for x in (group, *group.fsdp_params)):
+        kept[id(x)] = x, _shallow(vars(x))
+    try:
+        for group in groups:
+            for one in group.fsdp_params:
+                info = one._module_info
+                one.sharded_param = getattr(info.module, info.param_name)
+                part = part_or_whole(one.sharded_param.detach())
+                one._sharded_param_data = part.as_strided((one.padded_sharded_param_size.numel(),), (1,))
+            group._reset_sharded_params = True
+        yield
+    finally:
+        for x, before in kept.values():
+            vars(x).clear()
+            vars(x).update(before)
+
+
+def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {k: copy.copy(x) if isinstance(x, (list, dict, set)) else x for k, x in attributes.items()}
+
+
 def _division(info: Any) -> tuple[str, int, int, str | None, int]:
     """The group that has a parameter's parts, this rank among them, how many; the group with the same part, and of
     how many ranks."""
@@ -385,11 +428,27 @@ class Buckets(NamedTuple):
 def active_buckets() -> Buckets | None:
     """Of the DistributedDataParallel whose forward pass is running; None where there is none."""
     ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    if ddp is None:
-        return None
+    return None if ddp is None else buckets_of(ddp)
+
+
+def buckets_of(ddp: Any) -> Buckets:
+    """Of a DistributedDataParallel."""
     known = ddp._get_ddp_logging_data()
     sizes = known.get("rebuilt_bucket_sizes") or known["bucket_sizes"]
     return Buckets(tuple(int(x) for x in str(sizes).split(",")), bool(ddp.gradient_as_bucket_view))
+
+
+@contextmanager
+def sending_nothing(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, a DistributedDataParallel calls its module and does nothing else."""
+    names = ("require_backward_grad_sync", "require_forward_param_sync")
+    before = {n: vars(model).get(n) for n in names}
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        vars(model).update(dict.fromkeys(names, False))
+    try:
+        yield
+    finally:
+        vars(model).update({n: x for n, x in before.items() if x is not None})
 
 
 def let_go_of_buckets(ddp: Any) -> None:

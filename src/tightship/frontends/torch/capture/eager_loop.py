@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture, compat_inductor
+from tightship.frontends.torch import compat, compat_capture, compat_distributed, compat_inductor
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided
 from tightship.frontends.torch.capture.sparse import LoopSparse, parts_of
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -91,8 +91,33 @@ class _LifeTape(Tape):
         self._numbers: dict[int, list[int]] = {}
         self._before: list[set[int]] = []
         self._node = self._ran = -1
+        self._empty: set[int] = set()
+
+    def sent(self, fn: Any) -> None:
+        """Collectives write to what they are given, like any op."""
+
+    def resized(self, key: int, nbytes: int) -> None:
+        """A storage has lost its bytes, or got them back."""
+        s = self._storage_of.get(key)
+        if s is None or (s in self._empty) == (not nbytes):
+            return
+        if nbytes:
+            self._empty.discard(s)
+            self.events.append((Kind.ALLOC, s))
+        else:
+            self._empty.add(s)
+            self.events.append((Kind.FREE, s))
+
+    def reserved(self, nbytes: int, device: str, origin: Origin) -> None:
+        """Bytes that are there all along and that no op sees."""
+        self.storages.append(TapeStorage(nbytes, nbytes, device, -1))
+        self.lives.append(Life(-1, "constant", "", origin))
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return super().knows(compat_distributed.part_or_whole(tensor))
 
     def value(self, tensor: torch.Tensor, place: str = "") -> int:
+        tensor = compat_distributed.part_or_whole(tensor)
         known = len(self.storages)
         v = super().value(tensor, place)
         if len(self.storages) > known:
@@ -104,7 +129,8 @@ class _LifeTape(Tape):
         return v
 
     def _ended(self, storage: int, _: object) -> None:
-        self.events.append((Kind.FREE, storage))
+        if storage not in self._empty:
+            self.events.append((Kind.FREE, storage))
 
     def given(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
         """A tensor of the user's that is neither the model's nor the batch's."""
@@ -354,6 +380,13 @@ class EagerLoop(Capture):
                 found.setdefault(compat.storage_key(t), []).append(t)
         return {s: sum(t.nbytes for t in some) for s, some in found.items() if len(some) > 1}
 
+    def _fake(self, real: torch.Tensor) -> torch.Tensor:
+        part = compat_distributed.part_or_whole(real)
+        if part is real:
+            return super()._fake(real)
+        fake = compat_distributed.with_own_part(real, super()._fake(part))
+        return compat.as_parameter(fake, real.requires_grad) if isinstance(real, torch.nn.Parameter) else fake
+
     def _of_batch(self, real: torch.Tensor) -> torch.Tensor:
         """Tensors of one storage share their bytes here, too, where these are not mostly those of others."""
         key = None if real.is_meta or compat.is_fake(real) else compat.storage_key(real)
@@ -390,6 +423,13 @@ class EagerLoop(Capture):
             enter(self.mode)
             enter(self.recorder)
             enter(self._swapped(fakes))
+            self.tape.there = "parameter"
+            enter(compat_distributed.sharding_stand_ins(self.model))
+            self.tape.there = ""
+            if compat_distributed.distributed_by(self.model):
+                enter(compat_distributed.shapes_asked_outside())
+            enter(compat_capture.resizes_seen(self.tape.resized))
+            enter(compat_distributed.sending_nothing(self.model))
             if backend is not None:
                 enter(self._compiled(backend, watch))
             enter(self._stepping(twin))
@@ -405,6 +445,16 @@ class EagerLoop(Capture):
             self.recorder.loop_over()
             self.tape.forget()
             del result, twin
+
+    def add_buckets(self, buckets: compat_distributed.Buckets) -> None:
+        """What DistributedDataParallel sends gradients in is there all along, and holds these if they are views."""
+        origin = Origin("", "buckets of DistributedDataParallel")
+        for nbytes in buckets.sizes:
+            self.tape.reserved(nbytes, next((s.device for s in self.tape.storages), "cpu"), origin)
+        if buckets.views:
+            for storage, life in zip(self.tape.storages, self.tape.lives, strict=True):
+                if life.role == "gradient":
+                    storage.nbytes = 0
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -479,7 +529,7 @@ class EagerLoop(Capture):
     def _state_like(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        fake = self._blank(x)
+        fake = self._blank(x) if compat_distributed.part_or_whole(x) is x else self._fake(x)
         if x.numel() > 1 or x.is_meta or compat.is_fake(x):
             self.tape.value(fake)
         else:  # a counter, whose number decides what a step does

@@ -23,7 +23,7 @@ import torch
 
 from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture, compat_distributed
-from tightship.frontends.torch.collectives import collective
+from tightship.frontends.torch.collectives import Collective, collective
 from tightship.frontends.torch.program import Call, Ref, leaves_in, map_tree, refs_in
 from tightship.graph import aligned, alignment_of
 
@@ -201,6 +201,11 @@ class Tape:
 
     # --- tensors ---
 
+    def sent(self, fn: Any) -> Collective | None:
+        """What runs in the place of a collective; None of another op. Raises ``Unsupported`` for one that is not
+        known."""
+        return collective(fn) if compat_distributed.is_collective(fn) else None
+
     def knows(self, tensor: torch.Tensor) -> bool:
         return compat.storage_key(tensor) in self._storage_of
 
@@ -323,7 +328,7 @@ class Tape:
             if new:
                 made.append(self.storage(v))
         random = compat.is_random(fn, args, kwargs)
-        sent = collective(fn) if compat_distributed.is_collective(fn) else None
+        sent = self.sent(fn)
         effect = sent is not None and not (self.repeats and sent.repeatable)
         effect = effect or not (tensors or writes or fn._schema.returns)
         if not (made or writes or random or effect):
