@@ -686,6 +686,7 @@ def test_what_is_chosen_was_written_as_a_candidate(tmp_path, monkeypatch, budget
     assert len(made) == step.plan.lowered
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # PyTorch's, for hooks of the capture
 def test_another_thread_may_compile_at_the_same_time():
     wrong = []
 

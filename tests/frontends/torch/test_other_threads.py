@@ -65,3 +65,35 @@ def test_a_thread_beside_a_capture_seeds_converts_checkpoints_and_differentiates
     assert torch.allclose(found["grad"], 2 * torch.full((3,), 2.0).cos())
     step(x)
     assert step.measure()["measured_peak"] == step.measure()["planned_peak"]
+
+
+def test_modules_that_another_thread_calls_are_none_of_the_step():
+    inside, done = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            inside.set()
+            done.wait(60)
+            return x
+
+    class Held(nn.Linear):
+        def forward(self, x):
+            done.set()
+            thread.join()
+            return super().forward(x)
+
+    def loss(model, x):
+        if not thread.ident:
+            thread.start()
+            inside.wait(60)
+        return model(x).square().mean()
+
+    thread = threading.Thread(target=lambda: nn.Sequential(Waits())(torch.ones(1)))
+    model = nn.Sequential(Held(8, 8), nn.GELU(), nn.Linear(8, 1))
+    x = torch.randn(16, 8)
+    step = fit(model, loss, torch.optim.SGD(model.parameters()), x, "100%", cache=None)
+    step(x)
+    places = {
+        op.module for op in step.graph.ops if op.phase == "forward" and op.target.startswith("aten.addmm")
+    }
+    assert places == {"0", "2"}

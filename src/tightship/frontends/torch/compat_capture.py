@@ -36,9 +36,19 @@ from torch.utils import checkpoint as _checkpoint  # noqa: E402
 
 @contextmanager
 def module_hooks(enter: Callable[[Any], None], leave: Callable[[], None]) -> Iterator[None]:
-    """Call ``enter(module)`` and ``leave()`` around every module call, without touching any module."""
-    pre = _module.register_module_forward_pre_hook(lambda m, _args: enter(m))
-    post = _module.register_module_forward_hook(lambda _m, _args, _out: leave(), always_call=True)
+    """Call ``enter(module)`` and ``leave()`` around every module call of this thread, without touching any module."""
+    mine = threading.get_ident()
+
+    def before(module: Any, _args: Any) -> None:
+        if threading.get_ident() == mine:
+            enter(module)
+
+    def after(_module: Any, _args: Any, _out: Any) -> None:
+        if threading.get_ident() == mine:
+            leave()
+
+    pre = _module.register_module_forward_pre_hook(before)
+    post = _module.register_module_forward_hook(after, always_call=True)
     try:
         yield
     finally:
