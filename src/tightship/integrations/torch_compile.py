@@ -26,6 +26,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute import allocator
 from tightship.execute.interpreter import Fallback
@@ -185,8 +187,12 @@ def _step_memory(chosen: CompileOptions) -> tuple[StepMemory | None, str]:
 
 
 def compiled_session(compiled: Any) -> Session:
-    """What is kept of a compiled module or function. Raises ``BadInput`` if it was given no options."""
+    """What is kept of a compiled module or function, be it in DistributedDataParallel. Raises ``BadInput`` if it was
+    given no options."""
     options = compat_compile.compiled_options(compiled)
+    if options is None and isinstance(compiled, torch.nn.parallel.DistributedDataParallel):
+        compiled = compiled.module
+        options = compat_compile.compiled_options(compiled)
     if options is None:
         rule = f"a {type(compiled).__name__} compiled without options: plans are found by torch.compile(options=…)"
         raise BadInput(rule, place="compiled_plans")
