@@ -371,7 +371,7 @@ class Compilation:
                 made = None
             if made is None:
                 raise Unsupported(
-                    "batches of other shapes on some ranks, for which other ops run,",
+                    "a batch of other shapes on some ranks, for which other ops run,",
                     "no compiled code sends in the order of the other ranks'", "give all ranks batches of one shape",
                 )  # fmt: skip
             found = self.candidate(made, row.source, plan, share=row.share)
