@@ -116,6 +116,20 @@ class ExecutionState:
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return ExecutionState(*modes, autocast, compat_capture.saving_hooks())
 
+    def is_now(self) -> bool:
+        """Whether ``now()`` is the same, but for ``saves``; asked at each call of a step."""
+        if torch.is_grad_enabled() is not self.grad or torch.is_inference_mode_enabled() is not self.inference:
+            return False
+        if not compat.any_autocast():
+            return not self.autocast
+        at, cache = 0, torch.is_autocast_cache_enabled()
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                if self.autocast[at : at + 1] != ((kind, torch.get_autocast_dtype(kind), cache),):
+                    return False
+                at += 1
+        return at == len(self.autocast)
+
 
 @dataclass(slots=True)
 class FunctionCall:

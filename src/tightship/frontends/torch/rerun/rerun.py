@@ -203,9 +203,7 @@ class Rerun(TorchFunctionMode):
         if call.bound or call.repeats or not plainly_same(args, kwargs, call.args, call.kwargs):
             self._compare(call, args, kwargs)
         state = call.state
-        if torch.is_grad_enabled() is not state.grad or (
-            (state.autocast or compat.any_autocast()) and ExecutionState.now() != state
-        ):
+        if not state.is_now():
             raise _Differs
         if state.saves or compat_capture.saving_hooks():  # only running them tells what they do
             raise _Differs
