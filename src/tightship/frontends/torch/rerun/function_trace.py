@@ -118,7 +118,10 @@ class ExecutionState:
 
     def is_now(self) -> bool:
         """Whether ``now()`` is the same, but for ``saves``; asked at each call of a step."""
-        if torch.is_grad_enabled() is not self.grad or torch.is_inference_mode_enabled() is not self.inference:
+        if (
+            torch.is_grad_enabled() is not self.grad
+            or torch.is_inference_mode_enabled() is not self.inference
+        ):
             return False
         if not compat.any_autocast():
             return not self.autocast
