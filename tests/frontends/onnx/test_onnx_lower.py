@@ -454,6 +454,34 @@ def test_R14_loops_count_what_a_turn_needs(tmp_path):  # noqa: N802
     assert graph.ops[0].flops >= 5 * 2 * 16**3
 
 
+def test_what_a_loop_carries_may_turn_out_to_be_of_one_size_when_sizes_are_given(tmp_path):
+    """tf2onnx makes such loops of recurrent layers: the zeros to begin with have a computed size."""
+    body = helper.make_graph(
+        [node("Tanh", ["x"], ["n"]), node("Identity", ["cond"], ["go"])],
+        "body", [value("i", [], 7), value("cond", [], 9), value("h", None)],
+        [value("go", None, 9), value("n", None)],
+    )  # fmt: skip
+    weights = [tensor("yes", np.array(True)), tensor("m", np.array(3, dtype=np.int64))]
+    weights += [tensor("one", np.array([1], dtype=np.int64))]
+    nodes = [
+        node("Shape", ["x"], ["size"]), node("Mul", ["size", "one"], ["same"]),
+        node("ConstantOfShape", ["same"], ["zeros"]), node("Loop", ["m", "yes", "zeros"], ["last"], body=body),
+    ]  # fmt: skip
+    model = made(nodes, [value("x", ["batch", 4])], [value("last", None)], weights)
+    with pytest.raises(UnknownSize, match="give --shape batch=N"):
+        graph_of(tmp_path, model)
+    graph = graph_of(tmp_path, model, {"batch": 2})
+    assert next(v.shape for v in graph.values if v.name == "last") == (2, 4)
+    wrong = made(
+        nodes,
+        [value("x", [2, 4])],
+        [value("last", None)],
+        [*weights[:2], tensor("one", np.array([2], dtype=np.int64))],
+    )
+    with pytest.raises(Unsupported, match="that it carries"):
+        graph_of(tmp_path, wrong)
+
+
 def test_scans(tmp_path):
     body = helper.make_graph(
         [node("Add", ["s", "v"], ["s2"]), node("Mul", ["s2", "v"], ["p"])],

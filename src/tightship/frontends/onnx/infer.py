@@ -415,7 +415,7 @@ def _loop(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[Tens
     types = [TensorType(_INT64, ()), TensorType(_BOOL, ()), *carried]
     inner = walk.body(scope, k, "body", node, types, where)
     _, *made = walk.outputs(inner, 1 + len(node.output), where)
-    _check_carried(carried, made, where)
+    _check_carried(carried, made, where, walk)
     trips = scope.value(node.input[0]) if node.input and node.input[0] else None
     count: Dim = int(trips.reshape(())) if trips is not None and trips.size == 1 else ""
     if isinstance(count, int) and not 0 <= count < 1 << 62:
@@ -440,20 +440,31 @@ def _scan(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[Tens
         slices.append(TensorType(t.dtype, t.shape[:axis] + t.shape[axis + 1 :]))
     inner = walk.body(scope, k, "body", node, [*types[:states], *slices], where)
     made = walk.outputs(inner, len(node.output), where)
-    _check_carried(types[:states], made, where)
+    _check_carried(types[:states], made, where, walk)
     many = len(node.output) - states
     stacked = list(given["scan_output_axes"].ints) if "scan_output_axes" in given else [0] * many
     rest = [_stacked(t, axis, length or 0) for t, axis in zip(made[states:], stacked, strict=False)]
     return [*made[:states], *rest]
 
 
-def _check_carried(before: Iterable[TensorType], after: Iterable[TensorType], where: str) -> None:
+def _check_carried(
+    before: Iterable[TensorType], after: Iterable[TensorType], where: str, walk: _Walk
+) -> None:
+    """Sizes that are not known yet may turn out to be the same once those of the model's inputs are given."""
     for n, (a, b) in enumerate(zip(before, after, strict=False)):
-        if a != b:
+        if a != b and not (walk.of_inputs and _may_be_equal(a, b)):
             raise Unsupported(
                 f"{where}: value {n} that it carries", f"its type is {a.shape} before and {b.shape} after a turn",
                 "carry values of a fixed shape",
             )  # fmt: skip
+
+
+def _may_be_equal(a: TensorType, b: TensorType) -> bool:
+    if a.dtype != b.dtype or a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
+        return a.dtype == b.dtype and (a.shape is None or b.shape is None)
+    return all(
+        x == y or isinstance(x, str) or isinstance(y, str) for x, y in zip(a.shape, b.shape, strict=True)
+    )
 
 
 def _stacked(t: TensorType, axis: int, count: Dim) -> TensorType:
