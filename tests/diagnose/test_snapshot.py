@@ -62,6 +62,16 @@ def test_peaks_arena_and_lines(tmp_path, seed):
     assert not d.notes
 
 
+def test_the_end_of_a_block_that_was_not_split_is_the_blocks_own(tmp_path):
+    a = CachingAllocator(history=True)
+    for size in (20_500_000, 12 << 20, 3 << 20, 600_000):
+        a.alloc(size, 0, frame(1))
+    (d,) = explain(saved(tmp_path, a.snapshot())).devices
+    x = d.layout
+    assert x.requested + x.rounding == a.allocated > x.requested + 400_000
+    assert x.stranded == a.reserved - a.allocated
+
+
 def test_a_record_that_began_late(tmp_path):
     """Peaks within the record are the same: what was there before is known from the end, or from its free."""
     a, _, alive = trained(5)

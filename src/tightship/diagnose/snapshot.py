@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tightship.baselines.torch_allocator import SMALL_SEGMENT, taken_of_device
+from tightship.baselines.torch_allocator import LARGEST_SMALL, SMALL_SEGMENT, taken_of_device
 from tightship.baselines.torch_allocator_settings import ROUND, Settings
 from tightship.cached import cached_property
 from tightship.diagnose.snapshot_requests import (
@@ -275,6 +275,8 @@ class _Explaining:
         start, size = self._segments(event)
         chosen = self.common.of(self.common.alive(event))
         each = chosen.taken(self.settings)
+        if not self.settings.expandable_segments:
+            each = _with_unsplit_ends(chosen.address, each, start, size)
         part, at, taken = _parts(chosen.address, each, start, size)
         free = np.maximum(size - _sums(at, taken, len(size)), 0)
         holding = np.bincount(at, minlength=len(size)) > 0
@@ -409,6 +411,25 @@ class _Explaining:
                 f"garbage_collection_threshold:{share} acts below set_per_process_memory_fraction alone, and "
                 "nothing was collected in the record: the simulation does not collect either"
             )
+
+
+def _with_unsplit_ends(address: I64, size: I64, start: NDArray[np.uint64], length: I64) -> I64:
+    """Sizes of blocks: a large one is split only if more than `LARGEST_SMALL` is left, so that what is free up to the
+    next block, or to the end of the segment, and is no more than that, is its own."""
+    if not len(start):
+        return size
+    begin = address.view(np.uint64)
+    order = np.argsort(begin, kind="stable")
+    at = np.maximum(np.searchsorted(start, begin, side="right").astype(np.int64) - 1, 0)
+    end = start[at] + length[at].view(np.uint64)
+    following = np.append(begin[order][1:], np.uint64(2**64 - 1))
+    until = np.empty_like(begin)
+    until[order] = following
+    gap = np.minimum(until, end) - (
+        begin + size.view(np.uint64)
+    )  # beyond what there is: huge, and left alone
+    own = (size > LARGEST_SMALL) & (gap <= LARGEST_SMALL)
+    return size + np.where(own, gap, 0).astype(np.int64)
 
 
 def _parts(address: I64, size: I64, start: NDArray[np.uint64], length: I64) -> tuple[I64, I64, I64]:
