@@ -21,6 +21,7 @@ from support.commands import as_json, run
 from support.runs import measured
 from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
+from tightship.execute.eager_peak import reserved
 from tightship.execute.estimate import DEVICES, blocks, estimate, with_batch
 from tightship.frontends.torch.capture import data_guards
 from tightship.graph import aligned
@@ -424,6 +425,41 @@ def test_nothing_of_the_user_is_touched() -> None:
 
 
 # --- will it fit? ---
+
+
+def test_what_the_caching_allocator_reserves_on_a_gpu() -> None:
+    """Tensors of 9 MiB lie two to a segment of 20, of which every other one ends."""
+    mib = 1 << 20
+    pieces = [(k, 9 * mib) for k in range(10)]
+    assert reserved(pieces) == 5 * 20 * mib
+    ended = [*pieces, *((k, -1) for k in range(0, 10, 2)), (10, 18 * mib)]
+    assert reserved(ended) == (5 * 20 + 18) * mib
+    assert reserved(ended, 118 * mib) == 118 * mib
+    assert reserved(ended, 117 * mib) is None  # 45 are alive, in every segment
+    cached = [*pieces, *((k, -1) for k in range(10)), (10, 30 * mib)]
+    assert reserved(cached, 117 * mib) == 100 * mib  # all of it is given back first
+
+
+def test_an_estimate_for_a_gpu_fits_only_where_its_allocator_finds_room() -> None:
+    model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(1 << 11, 1 << 11), nn.ReLU())])
+
+    def loss(model: Any, x: Any) -> torch.Tensor:
+        return model(x).square().mean()
+
+    found = estimate(
+        model, torch.empty(1 << 10, 1 << 11), torch.optim.AdamW(model.parameters()), loss, device="l4"
+    )
+    assert found.reserved is not None and found.reserved > found.peak
+    assert found.rows()["reserved"] == found.reserved and "by PyTorch's allocator" in str(found)
+    beside = found.total - found.peak
+    assert found.fits(found.reserved + beside) and not found.fits(found.total - 1)
+    assert not found.fits(found.total)
+    said = "\n".join(found.lines(found.total))
+    assert "does NOT fit" in said and "in pieces" in said
+    remedies = {r.name for r in found.remedies(found.total)}
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in remedies
+    plain = estimate(model, torch.empty(4, 1 << 11), None, loss)
+    assert plain.reserved is None and plain.rows()["reserved"] is None
 
 
 def test_fits_compares_with_memory_or_with_the_devices_own() -> None:

@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import torch
 
+from tightship.baselines.torch_allocator import CachingAllocator, OutOfMemory
+from tightship.baselines.torch_allocator_settings import Settings
 from tightship.execute import allocator
 from tightship.execute.bench import sample_tensor
 from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, machine
@@ -196,6 +198,17 @@ class Timeline:
         """The storages that there are before the loop."""
         return [s for s, life in enumerate(self.lives) if life.made < 0]
 
+    def requests(self) -> tuple[tuple[int, int], ...]:
+        """What is asked of an allocator, in order: a storage with its bytes, or -1 where it ends."""
+        nbytes = [s.nbytes for s in self._tape.storages]
+        rows = [(s, nbytes[s]) for s in self.there()]
+        rows += [
+            (s, nbytes[s] if kind is Kind.ALLOC else -1)
+            for kind, s in self._tape.events
+            if kind in (Kind.ALLOC, Kind.FREE)
+        ]
+        return tuple(rows)
+
     def peak(self) -> Peak:
         level = sum(self.sizes[s] for s in self.there())
         most, at, inside_most, step = level, -1, 0, 0
@@ -258,3 +271,21 @@ class Timeline:
             if whole and self.sizes[x.storage] == self.sizes[m.made[0]]:
                 return x.storage
         return -1
+
+
+def reserved(
+    requests: Sequence[tuple[int, int]], capacity: int | None = None, settings: Settings | None = None
+) -> int | None:
+    """The most that PyTorch's caching allocator takes of a GPU for `Timeline.requests`; None where it runs out of
+    ``capacity``, all that is cached given back."""
+    caching, at = CachingAllocator(settings or Settings(), capacity), dict[int, int]()
+    try:
+        for storage, nbytes in requests:
+            if nbytes < 0:
+                if storage in at:
+                    caching.free(at.pop(storage))
+            elif nbytes and storage not in at:
+                at[storage] = caching.alloc(nbytes)
+    except OutOfMemory:
+        return None
+    return caching.peak

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recomputed_in_backward
 
 from tightship.analysis.structure import ModuleSums, of_any_layer
+from tightship.baselines.torch_allocator_settings import Settings
 from tightship.errors import BadInput, Infeasible, TightshipError
 from tightship.execute import profile
 from tightship.execute.compiled_loop import Emulation
-from tightship.execute.eager_peak import Kernels, Timeline
+from tightship.execute.eager_peak import Kernels, Timeline, reserved
 from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
@@ -129,10 +130,11 @@ class Estimate(Shown):
 
     Activations are what the forward pass has made, temporaries what the backward pass and the optimizer make for a
     while, and what the kernel at the peak holds for itself. ``total`` is the peak and what the ``device`` needs
-    beside it. ``phases``: the peaks of ``forward``, ``backward`` and ``update``. ``unknown``: how many calls of which
-    ops were counted without the temporaries of their kernels, which are not known. ``unread``: the lines that read a
-    number from data that only a real step has (``loss.item()``), which was taken to be 1.0: bytes follow from it only
-    where the code compares it. ``flops`` are those of one step.
+    beside it; ``reserved``, on a GPU, the most that PyTorch's caching allocator takes for the same requests,
+    simulated. ``phases``: the peaks of ``forward``, ``backward`` and ``update``. ``unknown``: how many calls of
+    which ops were counted without the temporaries of their kernels, which are not known. ``unread``: the lines that
+    read a number from data that only a real step has (``loss.item()``), which was taken to be 1.0: bytes follow
+    from it only where the code compares it. ``flops`` are those of one step.
     """
 
     peak: int
@@ -156,7 +158,9 @@ class Estimate(Shown):
     flops: int
     training: bool
     compiled: bool = False
+    reserved: int | None = None
     _asked: Any = field(default=None, compare=False)
+    _requests: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @property
     def total(self) -> int:
@@ -164,9 +168,17 @@ class Estimate(Shown):
         return self.peak + self.device.context + self.device.workspace
 
     def fits(self, memory: BudgetLike = None) -> bool:
-        """Whether ``total`` is within ``memory`` (``24GiB``), or within the device's own. Raises ``BadInput`` where
-        neither is known."""
-        return self.total <= self.memory(memory)
+        """Whether ``total`` is within ``memory`` (``24GiB``), or within the device's own, and on a GPU PyTorch's
+        allocator can place it there. Raises ``BadInput`` where neither is known."""
+        limit = self.memory(memory)
+        return self.total <= limit and not self._fragments(limit)
+
+    def _fragments(self, limit: int, settings: Settings | None = None) -> bool:
+        """Whether the caching allocator runs out of so much memory in spite of giving back what is cached."""
+        beside = self.total - self.peak
+        if self.reserved is None or self.reserved + beside <= limit:
+            return False
+        return reserved(self._requests, max(limit - beside, 0), settings) is None
 
     def memory(self, memory: BudgetLike = None) -> int:
         """``memory`` in bytes, or the device's own. Raises ``BadInput``."""
@@ -209,7 +221,7 @@ class Estimate(Shown):
         known = memory is not None or self.device.memory > 0
         names = (
             "peak", "static", "parameters", "gradients", "optimizer_state", "activations", "temporaries", "buffers",
-            "batch", "constants", "total", "at", "training", "compiled", "flops",
+            "batch", "constants", "total", "reserved", "at", "training", "compiled", "flops",
         )  # fmt: skip
         rows: dict[str, Any] = {name: getattr(self, name) for name in names}
         rows |= {
@@ -242,7 +254,9 @@ class Estimate(Shown):
             limit = self.memory(memory)
             left = limit - self.total
             over = f"{format_bytes(left)} are left" if left >= 0 else f"{format_bytes(-left)} too much"
-            verdict = f", {'fits' if left >= 0 else 'does NOT fit'} {format_bytes(limit)}: {over}"
+            if left >= 0 and not self.fits(memory):
+                over += ", in pieces"
+            verdict = f", {'fits' if self.fits(memory) else 'does NOT fit'} {format_bytes(limit)}: {over}"
         yield f"peak               {format_bytes(self.total)}{verdict}"
         for name in _PARTS:
             if nbytes := getattr(self, name):
@@ -250,6 +264,8 @@ class Estimate(Shown):
         if self.device.is_gpu:
             yield f"  context          {format_bytes(self.device.context)} (assumed for {self.device.name})"
             yield f"  cuBLAS           {format_bytes(self.device.workspace)} (assumed)"
+        if self.reserved is not None:
+            yield f"reserved           {format_bytes(self.reserved)} at most by PyTorch's allocator (simulated)"
         yield f"reached            {self.at}"
         if len(self.phases) > 1:
             shown = ", ".join(f"{_PHASES[p]} {format_bytes(n)}" for p, n in self.phases.items())
@@ -486,12 +502,14 @@ def _summed(loop: EagerLoop, timeline: Timeline, kernels: Kernels, asked: _Asked
     alike: Counter[tuple[str, str]] = Counter()
     for (module, what), size in modules.items():
         alike[of_any_layer(module), what] += size
+    requests = timeline.requests() if asked.device.is_gpu else ()
     return Estimate(
         peak.nbytes, static, **{name: parts[name] for name in _PARTS}, at=at, phases=dict(timeline.phases),
         by_module=_shares(alike), by_line=_shares(lines), modules=_modules(modules, peak.nbytes),
         device=asked.device, unknown=dict(kernels.unknown),
         unread=tuple(dict.fromkeys(map(str, loop.tape.unread))), flops=timeline.flops, training=asked.trains,
-        compiled=asked.compiled, _asked=asked,
+        compiled=asked.compiled, reserved=reserved(requests) if requests else None, _asked=asked,
+        _requests=requests,
     )  # fmt: skip
 
 
@@ -583,6 +601,9 @@ def _remedies(now: Estimate, asked: _Asked, limit: int, seconds: float) -> Itera
         more = other.flops / now.flops - 1 if now.flops else 0.0
         cost = f"{more:.0%} more operations, bit-identical"
         yield Remedy("a checkpoint around each block", other.total, other.total <= limit, cost)
+    if now.total <= limit and now._fragments(limit):
+        fits = not now._fragments(limit, Settings(expandable_segments=True))
+        yield Remedy("PYTORCH_ALLOC_CONF=expandable_segments:True", now.total, fits, "bit-identical")
     if asked.loop is None:
         yield from _smaller_batch(now, asked, limit)
         divided = isinstance(asked.model, DistributedDataParallel) or compat_distributed.distributed_by(
@@ -603,7 +624,8 @@ def _smaller_batch(now: Estimate, asked: _Asked, limit: int) -> Iterator[Remedy]
     if best is None:
         yield Remedy("a batch of 1", known[1], False, "too much even so")
         return
-    yield Remedy(f"a batch of {best}", known[best], True, f"instead of {size}")
+    if best != size:
+        yield Remedy(f"a batch of {best}", known[best], True, f"instead of {size}")
 
 
 def _batches(
