@@ -153,7 +153,7 @@ def peer(name: str, kind: str) -> dict[str, Any]:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     batches = [BATCHES[name](k) for k in range(ROUND)]
     optimizer = torch.optim.AdamW(model.parameters())
-    needed = tightship.estimate(model, batches[0], optimizer, loss_of, "h100").peak
+    needed = tightship.estimate(model, batches[0], optimizer, loss_of, "h100")
     square = torch.zeros(16, 16, device="cuda")
     torch.addmm(square[0], square, square)  # cuBLAS keeps its workspaces, which no estimate counts
     _wait()
@@ -163,7 +163,7 @@ def peer(name: str, kind: str) -> dict[str, Any]:
     _, seconds = _trained(model, batches)
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {
-        "planned": needed, "measured": peak - others, "reserved": reserved - others, "misses": None, "bits": "",
+        "planned": needed.peak, "expected": needed.reserved, "measured": peak - others, "reserved": reserved - others, "misses": None, "bits": "",
         "seconds": seconds, "prepared": None,
     }  # fmt: skip
 
@@ -281,11 +281,13 @@ def _cells(name: str, way: str, found: dict[str, Any] | str, eager: float | None
     def mib(size: int | None) -> str:
         return "" if size is None else f"{size / 2**20:.1f}"
 
+    expected = mib(found.get("expected"))
+    reserved = mib(found["reserved"]) + (f" ({expected} expected)" if expected else "")
     over = "" if eager is None else f"{found['seconds'] / eager:.3f}"
     prepared = "" if found["prepared"] is None else f"{found['prepared']:.1f}"
     misses = "" if found["misses"] is None else str(found["misses"])
     return (
-        name, way, mib(found["planned"]), mib(found["measured"]), mib(found["reserved"]), misses, found["bits"],
+        name, way, mib(found["planned"]), mib(found["measured"]), reserved, misses, found["bits"],
         f"{1e3 * found['seconds']:.1f}", over, prepared,
     )  # fmt: skip
 
