@@ -163,7 +163,8 @@ def peer(name: str, kind: str) -> dict[str, Any]:
     _, seconds = _trained(model, batches)
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {
-        "planned": needed.peak, "expected": needed.reserved, "measured": peak - others, "reserved": reserved - others, "misses": None, "bits": "",
+        "planned": needed.peak, "expected": needed.reserved, "measured": peak - others,
+        "reserved": reserved - others, "misses": None, "bits": "",
         "seconds": seconds, "prepared": None,
     }  # fmt: skip
 
