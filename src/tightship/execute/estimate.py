@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as recomputed_in_backward
 
 from tightship.analysis.structure import ModuleSums, of_any_layer
 from tightship.baselines.torch_allocator_settings import Settings
-from tightship.errors import BadInput, Infeasible, TightshipError
+from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute import profile
 from tightship.execute.compiled_loop import Emulation
 from tightship.execute.eager_peak import Kernels, Timeline, reserved
@@ -425,6 +425,11 @@ def estimate(
     for name in ("steps", "accumulate"):
         if not isinstance(chosen[name], int) or chosen[name] < 1:
             raise BadInput(f"{name} must be a whole number, at least 1", chosen[name], "estimate")
+    if chosen["compiled"] and isinstance(model, DistributedDataParallel):
+        raise Unsupported(
+            "compiled=True of a model in DistributedDataParallel", "Dynamo cuts its graph at the buckets",
+            "estimate its .module so, and add the buckets, a copy of its gradients",
+        )  # fmt: skip
     chosen["autocast"] = _dtype(chosen["autocast"])
     asked = _Asked(model, sample, None, loss_fn, device_named(device), **chosen)
     own = asked.accumulate > 1 or asked.autocast is not None or not asked.set_to_none
