@@ -14,7 +14,7 @@ from support import zoo
 from support.chains import chain
 from support.models import MODELS
 from tightship.execute import cache as cache_module
-from tightship.execute.cache import Cache, KeptLooks, KeptPlans, Measurement, folder_of
+from tightship.execute.cache import Cache, KeptLooks, KeptPlans, Measurement, folder_of, write_kept
 from tightship.execute.fit import fit
 from tightship.execute.profile import profile
 from tightship.frontends.torch.capture import recorder
@@ -243,3 +243,12 @@ def test_fit_keeps_and_reads_them(tmp_path, asked) -> None:
     recorder.LOOKS.known.clear()
     assert torch.equal(step(), first) and len(asked) - once < once / 3
     assert len(list(tmp_path.glob("looks-*.json"))) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
+    (tmp_path / "taken").write_text("a file")
+    for name in ("plan-1.json", "plan-2.json"):
+        write_kept(tmp_path / "taken" / name, b"{}")
+    assert [r.getMessage() for r in caplog.records if "could not be kept" in r.getMessage()] == [
+        caplog.records[0].getMessage()
+    ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import math
 import os
 import platform
@@ -61,6 +62,8 @@ __all__ = [
     "partition_plan",
     "plan_of",
 ]
+
+_LOG = logging.getLogger("tightship.cache")
 
 VERSION = 3
 """Raised when measurements or plans change their meaning."""
@@ -419,9 +422,17 @@ def made_here() -> tuple[Any, ...]:
 
 
 def write_kept(path: Path, data: bytes) -> None:
-    """Writes a file of plans, if that is possible, and keeps them all within `MOST_PLAN_BYTES`."""
-    if not _write(path, data):
+    """Writes a file of plans and keeps them all within `MOST_PLAN_BYTES`. Where that is not possible the log says so,
+    once for each folder: the next process decides everything again."""
+    error = _write(path, data)
+    if not error:
         _remove_oldest(path.parent)
+    elif path.parent not in _not_kept:
+        _not_kept.add(path.parent)
+        _LOG.warning("what was decided could not be kept for the next process: %s", error)
+
+
+_not_kept: set[Path] = set()
 
 
 # --- partitions of compiled mode ---
