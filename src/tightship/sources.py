@@ -338,7 +338,7 @@ def _divided(step: ModelStep) -> ModelStep:
 
 
 def _fully_sharded(step: ModelStep) -> ModelStep:
-    from tightship.execute.estimate import fully_sharded
+    from tightship.execute.blocks import fully_sharded
 
     fully_sharded(step.model, step.optimizer)
     return step

@@ -21,8 +21,10 @@ from support.commands import as_json, run
 from support.runs import measured
 from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
+from tightship.execute.blocks import blocks
 from tightship.execute.eager_peak import reserved
-from tightship.execute.estimate import DEVICES, blocks, estimate, with_batch
+from tightship.execute.estimate import DEVICES, estimate
+from tightship.execute.estimate_remedies import with_batch
 from tightship.frontends.torch.capture import data_guards
 from tightship.graph import aligned
 from tightship.report.text import rendered, share_tables

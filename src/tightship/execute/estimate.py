@@ -6,7 +6,6 @@ every byte is somebody's: of parameters, gradients, optimizer state, activations
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,30 +16,28 @@ from typing import Any, Final, TypedDict, Unpack
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint as recomputed_in_backward
 
 from tightship.analysis.structure import ModuleSums, of_any_layer
 from tightship.baselines.torch_allocator_settings import Settings
-from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
-from tightship.execute import profile
+from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.execute.blocks import checkpointed
 from tightship.execute.compiled_loop import Emulation
 from tightship.execute.eager_peak import Kernels, Timeline, reserved
+from tightship.execute.estimate_remedies import Remedy, batches_within, remedies_of
 from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
-from tightship.frontends.torch.capture.step import capture_step, module_of
-from tightship.frontends.torch.optimizer.given import as_one, each
+from tightship.frontends.torch.capture.step import module_of
+from tightship.frontends.torch.optimizer.given import as_one
 from tightship.frontends.torch.structure import (
     LossFn,
     batch_size,
     called,
     checked_loss,
     loss_function,
-    map_leaves,
 )
 from tightship.graph import CUDA_ALIGNMENT
 from tightship.notebook import Shown
-from tightship.planners import default
 from tightship.planners.batch import LARGEST
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
@@ -109,17 +106,6 @@ class ModuleBytes:
     optimizer_state: int
     activations: int
     share: float
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """What would make it fit: its ``name``, the ``peak`` in bytes that it comes to (with context and libraries),
-    whether that fits, and what it costs."""
-
-    name: str
-    peak: int
-    fits: bool
-    cost: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,7 +182,7 @@ class Estimate(Shown):
         """What would make the loop fit ``memory``, with what it costs: checkpoints around its blocks, the largest
         batch, and tightship's own plan, searched for ``seconds``. Each is estimated or planned, none is a rule of
         thumb. Those that a loop of one's own leaves no way to try are not there."""
-        return list(_remedies(self, self._asked, self.memory(memory), seconds))
+        return list(remedies_of(self, self._asked, self.memory(memory), seconds))
 
     def largest_batch(self, memory: BudgetLike = None, *, most: int = LARGEST) -> int:
         """The largest batch, at most ``most``, with which ``total`` is within ``memory`` (or the device's own), all
@@ -207,7 +193,7 @@ class Estimate(Shown):
         the loop raises at sizes at which it does not run.
         """
         limit, size = self.memory(memory), batch_size(self._asked.sample)
-        found, known = _batches(self, self._asked, limit, most)
+        found, known = batches_within(self, self._asked, limit, most)
         if found is None:
             least = known[min(known)]
             raise Infeasible(
@@ -333,7 +319,7 @@ class _Asked:
         model = self.model
         loop = EagerLoop(model, self.sample, compiled=self.compiled)
         run = loop.with_data and not self.device.is_gpu if self.kernels is None else self.kernels
-        blocks = _checkpointed(model) if self.checkpoint else nullcontext()
+        blocks = checkpointed(model) if self.checkpoint else nullcontext()
         with blocks, _mode(model, training=self.trains or self.loop is not None):
             loop.run(
                 self.loop or self.own_loop(), self.optimizer, self.steps, foreach=self.device.is_gpu,
@@ -538,178 +524,3 @@ def _modules(count: Counter[tuple[str, str]], peak: int) -> tuple[ModuleBytes, .
 
 
 # --- what would make it fit ---
-
-
-@contextmanager
-def _checkpointed(model: torch.nn.Module) -> Iterator[None]:
-    """Each block of the model is checkpointed. Blocks are the members of the outermost lists of modules of one class.
-    Raises ``BadInput`` where there are none."""
-    found = blocks(model)
-    if not found:
-        raise BadInput("no blocks to checkpoint: no list of modules of one class", place="checkpoint")
-    before = [(m, vars(m).get("forward")) for m in found]
-    try:
-        for m in found:
-            m.forward = partial(recomputed_in_backward, m.forward, use_reentrant=False)
-        yield
-    finally:
-        for m, was in before:
-            if was is None:
-                del m.forward
-            else:
-                m.forward = was
-
-
-def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of the outermost lists of modules of one class, with parameters."""
-    found: list[torch.nn.Module] = []
-
-    def look(module: torch.nn.Module) -> None:
-        members = list(module.children())
-        alike = len(members) > 1 and len({type(m) for m in members}) == 1
-        if alike and isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and _is_block(members[0]):
-            found.extend(members)
-            return
-        for child in members:
-            look(child)
-
-    look(model)
-    return found
-
-
-def fully_sharded(model: torch.nn.Module, optimizer: Any) -> None:
-    """Has ``fully_shard`` divide each block of a model, and then the rest, among the ranks there are, as its tutorial
-    does; the optimizer steps the parts. What torch has made parallel already stays as it is."""
-    if isinstance(model, DistributedDataParallel) or compat_distributed.distributed_by(model):
-        return
-    from torch.distributed.fsdp import fully_shard
-
-    before = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
-    for block in blocks(model):
-        fully_shard(block)
-    fully_shard(model)
-    now = dict(model.named_parameters(remove_duplicate=False))
-    parts = {before[n]: p for n, p in now.items() if n in before}
-    for one in each(optimizer) if optimizer is not None else ():
-        for group in one.param_groups:
-            group["params"] = [parts.get(id(p), p) for p in group["params"]]
-
-
-def _is_block(module: torch.nn.Module) -> bool:
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
-
-
-def _remedies(now: Estimate, asked: _Asked, limit: int, seconds: float) -> Iterator[Remedy]:
-    beside = now.total - now.peak
-    if asked.trains and not asked.checkpoint and blocks(asked.model):
-        other = replace(asked, checkpoint=True).answer()
-        more = other.flops / now.flops - 1 if now.flops else 0.0
-        cost = f"{more:.0%} more operations, bit-identical"
-        yield Remedy("a checkpoint around each block", other.total, other.total <= limit, cost)
-    if now.total <= limit and now._fragments(limit):
-        fits = not now._fragments(limit, Settings(expandable_segments=True))
-        yield Remedy("PYTORCH_ALLOC_CONF=expandable_segments:True", now.total, fits, "bit-identical")
-    if asked.loop is None:
-        yield from _smaller_batch(now, asked, limit)
-        divided = isinstance(asked.model, DistributedDataParallel) or compat_distributed.distributed_by(
-            asked.model
-        )
-        plain = asked.trains and asked.accumulate == 1 and asked.autocast is None and not divided
-        if plain and asked.loss_fn is not None:
-            yield from _own_plan(asked, limit, beside, seconds)
-
-
-def _smaller_batch(now: Estimate, asked: _Asked, limit: int) -> Iterator[Remedy]:
-    """The largest batch that fits, found by estimates of batches that a straight line through two of them says."""
-    try:
-        size = batch_size(asked.sample)
-        best, known = _batches(now, asked, limit)
-    except (TightshipError, RuntimeError, ValueError, IndexError, TypeError):  # it runs at no such size
-        return
-    if best is None:
-        yield Remedy("a batch of 1", known[1], False, "too much even so")
-        return
-    if best != size:
-        yield Remedy(f"a batch of {best}", known[best], True, f"instead of {size}")
-
-
-def _batches(
-    now: Estimate, asked: _Asked, limit: int, most: int = LARGEST
-) -> tuple[int | None, dict[int, int]]:
-    """The largest batch up to ``most`` whose bytes are within ``limit``, and the bytes of all that were tried."""
-    size = batch_size(asked.sample)
-    known = {size: now.total}
-
-    def total(n: int) -> int:
-        if n not in known:
-            known[n] = replace(asked, sample=with_batch(asked.sample, size, n)).answer().total
-        return known[n]
-
-    total(max(1, size // 2) if size > 1 else 2)
-    best = _largest(known, total, limit, most)
-    if best is None:
-        total(1)
-    return best, known
-
-
-def _largest(
-    known: dict[int, int], total: Callable[[int], int], limit: int, most: int = LARGEST
-) -> int | None:
-    """The largest size whose bytes are within ``limit``: on a straight line through what is nearest, and every other
-    time in the middle between what fits and what does not, as bytes may be flat below and steep beyond."""
-    for k in range(_TRIES):
-        fitting = [n for n in known if known[n] <= limit]
-        beyond = [n for n in known if known[n] > limit]
-        low, high = max(fitting, default=0), min(beyond, default=0)
-        if low >= most:
-            total(most)
-            break
-        if high and high - low <= max(1, low // 64):
-            break
-        a, b = sorted(known, key=lambda n: abs(known[n] - limit))[:2]
-        slope = (known[a] - known[b]) / (a - b)
-        if high:
-            line = slope > 0 and k % 2 == 0
-            guess = int(a + (limit - known[a]) / slope) if line else (low + high) // 2
-            guess = min(max(guess, low + 1), high - 1)
-        else:
-            guess = int(a + (limit - known[a]) / slope) if slope > 0 else 2 * low
-            guess = min(max(guess, low + 1), _GROWTH * low, most)
-        if guess < 1 or guess in known:
-            break
-        total(guess)
-    return max((n for n in known if known[n] <= limit and n <= most), default=None)
-
-
-_TRIES: Final = 24
-_GROWTH: Final = 8
-
-
-def with_batch(sample: Any, was: int, size: int) -> Any:
-    """The sample with ``size`` rows in the place of ``was``, repeated or left out, wherever that is the first
-    dimension of a tensor."""
-
-    def leaf(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != was:
-            return copy.copy(x) if isinstance(x, torch.Tensor) else x
-        times = -(-size // was)
-        return x.detach().repeat(times, *[1] * (x.dim() - 1))[:size].clone()
-
-    return map_leaves(leaf, sample)
-
-
-def _own_plan(asked: _Asked, limit: int, beside: int, seconds: float) -> Iterator[Remedy]:
-    name = "tightship.fit"
-    try:
-        program = capture_step(asked.model, asked.loss_fn, asked.optimizer, asked.sample)
-        program = profile.model(program)
-        options = default.read_options({"seconds": seconds}, "estimate")
-        plan = default.plan(program.graph, Budget(bytes=max(0, limit - beside)), options)
-    except Infeasible as no:
-        yield Remedy(name, no.best_peak + beside, False, "the least peak of a plan that was found")
-        return
-    except TightshipError as no:
-        yield Remedy(name, 0, False, f"no plan: {no}")
-        return
-    slower = plan.time / plan.time_before - 1 if plan.time_before else 0.0
-    yield Remedy(name, plan.peak + beside, True, f"{slower:+.0%} of a step's time (modeled), bit-identical")
