@@ -521,6 +521,3 @@ def _modules(count: Counter[tuple[str, str]], peak: int) -> tuple[ModuleBytes, .
         ModuleBytes(name, int(p), int(g), int(o), int(a), (p + g + o + a) / max(peak, 1))
         for name, (p, g, o, a) in sums
     )
-
-
-# --- what would make it fit ---

@@ -1,11 +1,14 @@
-"""What would make a loop fit the memory there is: each way estimated or planned, none a rule of thumb."""
+"""What would make a loop fit the memory there is: each way estimated or planned, none a rule of thumb.
+
+``now`` is the loop's `Estimate`, ``asked`` what it answers: ``asked.answer()`` estimates a loop that is changed.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,9 +24,6 @@ from tightship.planners import default
 from tightship.planners.batch import LARGEST
 from tightship.units import Budget
 
-if TYPE_CHECKING:
-    from tightship.execute.estimate import Estimate, _Asked
-
 __all__ = ["Remedy", "batches_within", "remedies_of", "with_batch"]
 
 
@@ -38,7 +38,7 @@ class Remedy:
     cost: str
 
 
-def remedies_of(now: Estimate, asked: _Asked, limit: int, seconds: float) -> Iterator[Remedy]:
+def remedies_of(now: Any, asked: Any, limit: int, seconds: float) -> Iterator[Remedy]:
     beside = now.total - now.peak
     if asked.trains and not asked.checkpoint and blocks(asked.model):
         other = replace(asked, checkpoint=True).answer()
@@ -58,7 +58,7 @@ def remedies_of(now: Estimate, asked: _Asked, limit: int, seconds: float) -> Ite
             yield from _own_plan(asked, limit, beside, seconds)
 
 
-def _smaller_batch(now: Estimate, asked: _Asked, limit: int) -> Iterator[Remedy]:
+def _smaller_batch(now: Any, asked: Any, limit: int) -> Iterator[Remedy]:
     """The largest batch that fits, found by estimates of batches that a straight line through two of them says."""
     try:
         size = batch_size(asked.sample)
@@ -73,7 +73,7 @@ def _smaller_batch(now: Estimate, asked: _Asked, limit: int) -> Iterator[Remedy]
 
 
 def batches_within(
-    now: Estimate, asked: _Asked, limit: int, most: int = LARGEST
+    now: Any, asked: Any, limit: int, most: int = LARGEST
 ) -> tuple[int | None, dict[int, int]]:
     """The largest batch up to ``most`` whose bytes are within ``limit``, and the bytes of all that were tried."""
     size = batch_size(asked.sample)
@@ -137,7 +137,7 @@ def with_batch(sample: Any, was: int, size: int) -> Any:
     return map_leaves(leaf, sample)
 
 
-def _own_plan(asked: _Asked, limit: int, beside: int, seconds: float) -> Iterator[Remedy]:
+def _own_plan(asked: Any, limit: int, beside: int, seconds: float) -> Iterator[Remedy]:
     name = "tightship.fit"
     try:
         program = capture_step(asked.model, asked.loss_fn, asked.optimizer, asked.sample)
