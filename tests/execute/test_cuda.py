@@ -343,6 +343,7 @@ def test_without_a_device_it_says_so():
         pytest.skip("there is a CUDA device")
     with pytest.raises(Unsupported, match="no CUDA device"):
         allocator.load("cuda")
+    assert allocator.instead("cuda") == "plan for it without running"
     assert allocator.why_not("cuda") == "there is no CUDA device" and not allocator.available("cuda")
     with pytest.raises(Unsupported, match="an arena on tpu"):
         allocator.load("tpu")

@@ -39,6 +39,7 @@ __all__ = [
     "Script",
     "aside",
     "available",
+    "instead",
     "kind_of",
     "load",
     "loaded",
@@ -93,6 +94,17 @@ def loaded(kind: str) -> bool:
 def available(kind: str = "cpu") -> bool:
     """Whether `load` works here; builds and installs the allocator if it does."""
     return why_not(kind) is None
+
+
+def instead(kind: str) -> str:
+    """What to do where `load` does not work here, if anything helps; empty where nothing does, or it works."""
+    try:
+        load(kind)
+    except NoCompiler:
+        return ""
+    except Unsupported as error:
+        return error.instead
+    return ""
 
 
 def why_not(kind: str) -> str | None:

@@ -169,7 +169,9 @@ class Executor(NotCopied):
         )
         why = "ops on several devices" if self._device is None else allocator.why_not(self._kind)
         if why is not None:
-            self.notes.append(f"{why}: the plan runs on the ordinary heap and its peak is not measured")
+            advice = allocator.instead(self._kind) if self._device is not None else ""
+            text = f"{why}: the plan runs on the ordinary heap and its peak is not measured"
+            self.notes.append(f"{text}; {advice}" if advice else text)
             return None
         if unknown:
             text = "requests were not measured: the plan runs on the ordinary heap, without an arena"
