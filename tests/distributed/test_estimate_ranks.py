@@ -182,6 +182,34 @@ def test_buckets_of_distributed_data_parallel_count():
     assert rows["copies"]["estimate"] > rows["views"]["estimate"]
 
 
+ALONE = """
+rank, store = RANK, STORE
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+model, x = divided(Net()), torch.randn(64, 128)
+optimizer = adamw(model)
+found = tightship.estimate(model, x, optimizer, loop=plain).peak if rank == 0 else 0
+losses = [float(plain(model, x, optimizer)) for _ in range(2)]
+print(json.dumps({"estimate": found, "losses": losses}))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_nothing_is_sent(tmp_path):
+    """One of two ranks asks, and both train afterwards."""
+    programs = [
+        HEAD + ALONE.replace("RANK", str(k)).replace("STORE", repr(str(tmp_path / "store"))) for k in range(2)
+    ]
+    pipe = subprocess.PIPE
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", p], stdout=pipe, stderr=pipe, text=True) for p in programs
+    ]
+    said = [p.communicate(timeout=120) for p in ranks]
+    assert all(p.returncode == 0 for p in ranks), said
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in said)
+    assert first["estimate"] > 0 and len(first["losses"]) == len(second["losses"]) == 2
+
+
 MODULE = HEAD.split("def divided")[0].partition("class Block")[2]
 
 
