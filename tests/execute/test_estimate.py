@@ -458,6 +458,12 @@ def test_an_estimate_for_a_gpu_fits_only_where_its_allocator_finds_room() -> Non
     assert not found.fits(found.total)
     said = "\n".join(found.lines(found.total))
     assert "does NOT fit" in said and "in pieces" in said
+    assert found.needs(found.total) == found.reserved + beside and found.needs(1 << 40) == found.total
+    largest = found.largest_batch(found.total)
+    assert 0 < largest < 1 << 10
+    few = torch.empty(largest, 1 << 11)
+    less = estimate(model, few, torch.optim.AdamW(model.parameters()), loss, device="l4")
+    assert less.fits(found.total)
     remedies = {r.name for r in found.remedies(found.total)}
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in remedies
     plain = estimate(model, torch.empty(4, 1 << 11), None, loss)

@@ -159,6 +159,12 @@ class Estimate(Shown):
         limit = self.memory(memory)
         return self.total <= limit and not self._fragments(limit)
 
+    def needs(self, limit: int) -> int:
+        """``total``; where that is within ``limit`` but finds no room there, what is reserved instead, which is not."""
+        if self.total > limit or not self._fragments(limit):
+            return self.total
+        return (self.reserved or 0) + self.total - self.peak
+
     def _fragments(self, limit: int, settings: Settings | None = None) -> bool:
         """Whether the caching allocator runs out of so much memory in spite of giving back what is cached."""
         beside = self.total - self.peak

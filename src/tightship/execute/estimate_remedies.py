@@ -44,7 +44,7 @@ def remedies_of(now: Any, asked: Any, limit: int, seconds: float) -> Iterator[Re
         other = replace(asked, checkpoint=True).answer()
         more = other.flops / now.flops - 1 if now.flops else 0.0
         cost = f"{more:.0%} more operations, bit-identical"
-        yield Remedy("a checkpoint around each block", other.total, other.total <= limit, cost)
+        yield Remedy("a checkpoint around each block", other.total, other.fits(limit), cost)
     if now.total <= limit and now._fragments(limit):
         fits = not now._fragments(limit, Settings(expandable_segments=True))
         yield Remedy("PYTORCH_ALLOC_CONF=expandable_segments:True", now.total, fits, "bit-identical")
@@ -77,11 +77,11 @@ def batches_within(
 ) -> tuple[int | None, dict[int, int]]:
     """The largest batch up to ``most`` whose bytes are within ``limit``, and the bytes of all that were tried."""
     size = batch_size(asked.sample)
-    known = {size: now.total}
+    known = {size: now.needs(limit)}
 
     def total(n: int) -> int:
         if n not in known:
-            known[n] = replace(asked, sample=with_batch(asked.sample, size, n)).answer().total
+            known[n] = replace(asked, sample=with_batch(asked.sample, size, n)).answer().needs(limit)
         return known[n]
 
     total(max(1, size // 2) if size > 1 else 2)
