@@ -160,7 +160,7 @@ class Estimate(Shown):
         return self.total <= limit and not self._fragments(limit)
 
     def needs(self, limit: int) -> int:
-        """``total``; where that is within ``limit`` but finds no room there, what is reserved instead, which is not."""
+        """``total``; where that is within ``limit`` but finds no room there, what is reserved, which is not."""
         if self.total > limit or not self._fragments(limit):
             return self.total
         return (self.reserved or 0) + self.total - self.peak
