@@ -497,6 +497,21 @@ def test_on_a_gpu_the_optimizer_steps_all_parameters_together() -> None:
     assert one_by_one.phases["update"] < usual.phases["update"]
 
 
+def test_a_plan_that_draws_again_is_a_remedy_where_one_that_only_recomputes_is_not_enough() -> None:
+    rows = [m for _ in range(8) for m in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.3))]
+    model = nn.Sequential(*rows)
+
+    def loss(model: Any, x: Any) -> torch.Tensor:
+        return model(x).square().mean()
+
+    found = estimate(model, torch.empty(4096, 64), torch.optim.SGD(model.parameters(), 0.1), loss)
+    remedies = {r.name: r for r in found.remedies(found.peak * 35 // 100)}
+    plain, again = remedies["tightship.fit"], remedies['tightship.fit, allow="recompute,redraw"']
+    assert not plain.fits and again.fits and again.peak <= found.peak * 35 // 100 < plain.peak
+    enough = [r.name for r in found.remedies(found.peak * 60 // 100)]
+    assert "tightship.fit" in enough and not any("redraw" in n for n in enough)
+
+
 def test_remedies_are_tried_not_guessed() -> None:
     model, batch = net(), images(8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
