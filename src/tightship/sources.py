@@ -307,7 +307,12 @@ def load_step(text: str, *, as_it_is: bool = False, **ranks: int) -> ModelStep:
     step = _step(returned, text)
     if ranks:
         with users_code("dividing the model among ranks", text):
-            step = _fully_sharded(step) if as_it_is else _divided(step)
+            if as_it_is:
+                from tightship.execute.blocks import fully_sharded
+
+                fully_sharded(step.model, step.optimizer)
+            else:
+                step = _divided(step)
     return step
 
 
@@ -335,13 +340,6 @@ def _divided(step: ModelStep) -> ModelStep:
     loss = loss_function(step.loss_fn, step.sample) if has_loss else None
     model, loss = imagined(step.model, step.optimizer, loss)
     return replace(step, model=model, loss_fn=loss)
-
-
-def _fully_sharded(step: ModelStep) -> ModelStep:
-    from tightship.execute.blocks import fully_sharded
-
-    fully_sharded(step.model, step.optimizer)
-    return step
 
 
 def _factory(module: str, name: str, text: str) -> Any:

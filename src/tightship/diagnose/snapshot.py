@@ -425,9 +425,8 @@ def _with_unsplit_ends(address: I64, size: I64, start: NDArray[np.uint64], lengt
     following = np.append(begin[order][1:], np.uint64(2**64 - 1))
     until = np.empty_like(begin)
     until[order] = following
-    gap = np.minimum(until, end) - (
-        begin + size.view(np.uint64)
-    )  # beyond what there is: huge, and left alone
+    # of a request beyond what there is the gap is huge, and left alone
+    gap = np.minimum(until, end) - (begin + size.view(np.uint64))
     own = (size > LARGEST_SMALL) & (gap <= LARGEST_SMALL)
     return size + np.where(own, gap, 0).astype(np.int64)
 

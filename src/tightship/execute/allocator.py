@@ -96,25 +96,23 @@ def available(kind: str = "cpu") -> bool:
     return why_not(kind) is None
 
 
-def instead(kind: str) -> str:
-    """What to do where `load` does not work here, if anything helps; empty where nothing does, or it works."""
-    try:
-        load(kind)
-    except NoCompiler:
-        return ""
-    except Unsupported as error:
-        return error.instead
-    return ""
-
-
 def why_not(kind: str) -> str | None:
     """Why `load` does not work here, for people; None if it does."""
+    error = _failure(kind)
+    return None if error is None else "no C++ compiler" if isinstance(error, NoCompiler) else error.why
+
+
+def instead(kind: str) -> str:
+    """What to do where `load` does not work here; empty where nothing helps, or it works."""
+    error = _failure(kind)
+    return "" if error is None or isinstance(error, NoCompiler) else error.instead
+
+
+def _failure(kind: str) -> Unsupported | None:
     try:
         load(kind)
-    except NoCompiler:
-        return "no C++ compiler"
     except Unsupported as error:
-        return error.why
+        return error
     return None
 
 

@@ -246,9 +246,10 @@ class Estimate(Shown):
             limit = self.memory(memory)
             left = limit - self.total
             over = f"{format_bytes(left)} are left" if left >= 0 else f"{format_bytes(-left)} too much"
-            if left >= 0 and not self.fits(memory):
+            fits = self.fits(memory)
+            if left >= 0 and not fits:
                 over += ", in pieces"
-            verdict = f", {'fits' if self.fits(memory) else 'does NOT fit'} {format_bytes(limit)}: {over}"
+            verdict = f", {'fits' if fits else 'does NOT fit'} {format_bytes(limit)}: {over}"
         yield f"peak               {format_bytes(self.total)}{verdict}"
         for name in _PARTS:
             if nbytes := getattr(self, name):

@@ -93,11 +93,6 @@ def is_distributed(kind: type) -> bool:
     return kind.__name__ == "DTensor" and kind.__module__ == "torch.distributed.tensor"
 
 
-def part_or_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, which has its bytes; other tensors as they are."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def with_own_part(tensor: Any, part: torch.Tensor) -> torch.Tensor:
     """A DTensor like another one, with that part; no leaf's gradient is asked for."""
     from torch.distributed.tensor import DTensor
@@ -351,7 +346,7 @@ def sharding_stand_ins(model: torch.nn.Module) -> Iterator[None]:
             for one in group.fsdp_params:
                 info = one._module_info
                 one.sharded_param = getattr(info.module, info.param_name)
-                part = part_or_whole(one.sharded_param.detach())
+                part = own_part(one.sharded_param.detach())
                 one._sharded_param_data = part.as_strided((one.padded_sharded_param_size.numel(),), (1,))
             group._reset_sharded_params = True
         yield

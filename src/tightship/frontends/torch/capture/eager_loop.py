@@ -114,10 +114,10 @@ class _LifeTape(Tape):
         self.lives.append(Life(-1, "constant", "", origin))
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        return super().knows(compat_distributed.part_or_whole(tensor))
+        return super().knows(compat_distributed.own_part(tensor))
 
     def value(self, tensor: torch.Tensor, place: str = "") -> int:
-        tensor = compat_distributed.part_or_whole(tensor)
+        tensor = compat_distributed.own_part(tensor)
         known = len(self.storages)
         v = super().value(tensor, place)
         if len(self.storages) > known:
@@ -381,7 +381,7 @@ class EagerLoop(Capture):
         return {s: sum(t.nbytes for t in some) for s, some in found.items() if len(some) > 1}
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
-        part = compat_distributed.part_or_whole(real)
+        part = compat_distributed.own_part(real)
         if part is real:
             return super()._fake(real)
         fake = compat_distributed.with_own_part(real, super()._fake(part))
@@ -529,7 +529,7 @@ class EagerLoop(Capture):
     def _state_like(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        fake = self._blank(x) if compat_distributed.part_or_whole(x) is x else self._fake(x)
+        fake = self._blank(x) if compat_distributed.own_part(x) is x else self._fake(x)
         if x.numel() > 1 or x.is_meta or compat.is_fake(x):
             self.tape.value(fake)
         else:  # a counter, whose number decides what a step does

@@ -354,7 +354,7 @@ class Capture:
         ``gradients`` are there, too, and may lie in one storage."""
         made: dict[int, torch.Tensor] = {}
         own = {id(t): t for t in (*self.parameters.values(), *self.buffers.values(), *gradients)}
-        self._shared = shared_storages(map(compat_distributed.part_or_whole, own.values()))
+        self._shared = shared_storages(map(compat_distributed.own_part, own.values()))
 
         def fake_of(real: torch.Tensor, role: str, key: Any, name: str) -> torch.Tensor:
             if id(real) not in made:
