@@ -54,6 +54,7 @@ dry-cuda:
 	$(DRY)/bin/python -m pip install $(CUDA_TORCH)
 	$(DRY)/bin/python -m pip install . transformers pytest hypothesis setuptools
 	$(DRY)/bin/python -m pytest -ra tests/execute/test_dry_cuda.py tests/execute/test_dry_offload.py
+	TIGHTSHIP_DRY=1 $(DRY)/bin/python -m pytest -ra -m "" tests/execute/test_gpu.py
 
 # Placement and the eviction engine under the address and undefined-behavior sanitizers; the first finding ends it.
 # Python does not give back all it takes, so leaks are not looked for.
