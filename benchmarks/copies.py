@@ -82,7 +82,8 @@ def bert(**sizes: int) -> tuple[torch.nn.Module, Any, Any]:
     return transformers.BertForMaskedLM(config).train(), None, {"input_ids": ids, "labels": ids}
 
 
-WAYS = ("recompute", "recompute, redraw", "recompute, compress", ALL)
+ONCE = "recompute, random ops once"
+WAYS = (ONCE, "recompute", "recompute, compress", ALL)
 CASES = {
     "bert": Case("BERT with dropout, 3 layers, width 64", bert, ("50%", "35%", "25%"), WAYS),
     "perceptron": Case("perceptron, 6 layers, tensors of 4 MiB", perceptron, ("70%", "55%", "45%")),
@@ -121,7 +122,8 @@ def planned(case: Case, budget: str | None, allow: str, seconds: float, cache: s
         optimizer,
         batch,
         budget,
-        allow=allow.replace(" ", ""),
+        allow=allow.partition(",")[0] if allow == ONCE else allow.replace(" ", ""),
+        redraw=allow != ONCE,
         seconds=seconds,
         folder=Path.cwd(),
         cache=cache,

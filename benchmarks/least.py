@@ -51,7 +51,7 @@ from tightship.simulate import baseline, replay
 BEGIN, END = "<!-- begin: benchmarks/least.py -->", "<!-- end: benchmarks/least.py -->"
 STEPS = "<!-- begin: benchmarks/least.py --steps -->", "<!-- end: benchmarks/least.py --steps -->"
 NEAR = "<!-- begin: benchmarks/least.py --near -->", "<!-- end: benchmarks/least.py --near -->"
-WAYS = {"recompute": "recompute", "all ways": "recompute,redraw,compress,offload"}
+WAYS = {"recompute": "recompute", "all ways": "recompute,compress,offload"}
 MIB = 2**20
 
 
@@ -70,7 +70,7 @@ class Row:
 def bound_of(graph: Graph, allow: str) -> int:
     """Bytes no plan can stay under that may do so much."""
     if allow == "recompute":
-        return int(lower_bound(graph, redraw=False))
+        return int(lower_bound(graph))
     return int(lower_bound(graph, least=dict.fromkeys(range(len(graph.storages)), 0)))
 
 

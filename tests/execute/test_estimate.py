@@ -19,14 +19,16 @@ import tightship
 from support.batches import cache_argument
 from support.commands import as_json, run
 from support.runs import measured
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
 from tightship.execute.blocks import blocks
 from tightship.execute.eager_peak import reserved
 from tightship.execute.estimate import DEVICES, estimate
 from tightship.execute.estimate_remedies import with_batch
 from tightship.frontends.torch.capture import data_guards
+from tightship.frontends.torch.capture.step import capture_step
 from tightship.graph import aligned
+from tightship.planners import default
 from tightship.report.text import rendered, share_tables
 
 PARTS = (
@@ -497,7 +499,7 @@ def test_on_a_gpu_the_optimizer_steps_all_parameters_together() -> None:
     assert one_by_one.phases["update"] < usual.phases["update"]
 
 
-def test_a_plan_that_draws_again_is_a_remedy_where_one_that_only_recomputes_is_not_enough() -> None:
+def test_a_plan_that_draws_again_is_a_remedy() -> None:
     rows = [m for _ in range(8) for m in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.3))]
     model = nn.Sequential(*rows)
 
@@ -505,11 +507,12 @@ def test_a_plan_that_draws_again_is_a_remedy_where_one_that_only_recomputes_is_n
         return model(x).square().mean()
 
     found = estimate(model, torch.empty(4096, 64), torch.optim.SGD(model.parameters(), 0.1), loss)
-    remedies = {r.name: r for r in found.remedies(found.peak * 35 // 100)}
-    plain, again = remedies["tightship.fit"], remedies['tightship.fit, allow="recompute,redraw"']
-    assert not plain.fits and again.fits and again.peak <= found.peak * 35 // 100 < plain.peak
-    enough = [r.name for r in found.remedies(found.peak * 60 // 100)]
-    assert "tightship.fit" in enough and not any("redraw" in n for n in enough)
+    limit = found.peak * 35 // 100
+    own = next(r for r in found.remedies(limit) if r.name == "tightship.fit")
+    assert own.fits and own.peak <= limit
+    step = capture_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), torch.empty(4096, 64))
+    with pytest.raises(Infeasible):
+        default.plan(step.graph, limit, default.Options(redraw=False))
 
 
 def test_remedies_are_tried_not_guessed() -> None:

@@ -77,17 +77,17 @@ def same_as_eager(
 
 
 def test_dropout_is_recomputed_with_the_same_masks() -> None:
-    """What was drawn stays; allowed to, a step draws it again from the state it was drawn from."""
-    for allow in ("recompute", "recompute,redraw"):
+    """A step draws again from the state it drew from; where it must not, what was drawn stays."""
+    for redraw in (True, False):
         torch.manual_seed(1)
         model = blocks(
             lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32))
         )
         sample = torch.randn(512, 32, generator=torch.Generator().manual_seed(0))
-        step = same_as_eager(model, sample=sample, allow=allow)
+        step = same_as_eager(model, sample=sample, redraw=redraw)
         again = [s.op for s in step.plan.steps if s.kind == "recompute"]
         drawn = [k for k in again if step.program.graph.ops[k].random]
-        assert bool(drawn) == ("redraw" in allow)
+        assert bool(drawn) == redraw
 
 
 def test_running_statistics_are_updated_once() -> None:

@@ -29,7 +29,7 @@ from tightship.simulate import baseline, replay
 from tightship.sources import ModelStep
 from tightship.verify import verify
 
-QUICK = Options(work=100_000, seconds=30.0, hand_out=False)
+QUICK = Options(work=100_000, seconds=30.0, hand_out=False, redraw=False)
 
 
 def test_budgets_equal_to_an_optimum_are_met_as_fast_as_can_be() -> None:

@@ -99,7 +99,7 @@ def test_what_briefly_waits_costs_what_its_steps_do(brief: bool) -> None:
     valid = 0
     for seed in range(120):
         graph = random_graph(seed, 6 + seed % 12, calls=0.0, updates=0.2)
-        o = default.Options(place=False)
+        o = default.Options(place=False, redraw=False)
         problem = default.problem_of(graph, tuple(range(len(graph.ops))), o).deeper(
             tuple(range(len(graph.ops)))
         )

@@ -322,5 +322,5 @@ def solved(request: PlanRequest, out: Output) -> Planned:
         if line.shown and isinstance(budget, Budget) and options is not None:
             line.budget = budget.resolve(before.peak, static=graph.static_bytes)
             if options.allow == Options().allow:
-                line.least = time_bound(graph, line.budget, redraw=False)
+                line.least = time_bound(graph, line.budget, redraw=options.redraw)
         return request.solve(line.planning)

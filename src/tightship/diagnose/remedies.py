@@ -134,8 +134,8 @@ def _others(graph: Graph, o: Options) -> Iterator[tuple[str, Options]]:
     if len(hints) > 1:
         yield "without any hint", replace(o, hints="")
     has = {way.strip() for way in o.allow.split(",")}
-    if "redraw" not in has and any(op.random and op.state for op in graph.ops):
-        yield _allowing(o, "recomputing dropout", "redraw")
+    if not (o.redraw or "redraw" in has) and any(op.random and op.state for op in graph.ops):
+        yield "recomputing dropout (redraw)", replace(o, redraw=True)
     if "compress" not in has and packings(graph):
         yield _allowing(o, "lossless compression", "compress")
     if not o.lossy and packings(graph, lossy=True).keys() - packings(graph).keys():

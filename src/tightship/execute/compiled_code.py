@@ -296,7 +296,8 @@ class Compilation:
     @property
     def _options(self) -> default.Options:
         options = getattr(self.settings.planner, "options", None)
-        return options if isinstance(options, default.Options) else default.Options()
+        chosen = options if isinstance(options, default.Options) else default.Options()
+        return replace(chosen, redraw=False)  # compiled code draws from seeds, and has the same ones again
 
     @property
     def _static(self) -> int:

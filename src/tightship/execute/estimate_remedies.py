@@ -138,24 +138,17 @@ def with_batch(sample: Any, was: int, size: int) -> Any:
 
 
 def _own_plan(asked: Any, limit: int, beside: int, seconds: float) -> Iterator[Remedy]:
-    """A plan; where none is found that only recomputes, and the step draws random numbers, one that draws them again,
-    as checkpoints do."""
+    """A plan of `tightship.fit`, or the least that one needs."""
     name, budget = "tightship.fit", Budget(bytes=max(0, limit - beside))
     try:
         program = capture_step(asked.model, asked.loss_fn, asked.optimizer, asked.sample)
         program = profile.model(program)
-        draws = any(op.random for op in program.graph.ops)
-        for allow in ("recompute", "recompute,redraw")[: 1 + draws]:
-            options = default.read_options({"seconds": seconds, "allow": allow}, "estimate")
-            name = "tightship.fit" if allow == "recompute" else f'tightship.fit, allow="{allow}"'
-            try:
-                plan = default.plan(program.graph, budget, options)
-            except Infeasible as no:
-                yield Remedy(name, no.best_peak + beside, False, "the least peak of a plan that was found")
-                continue
-            slower = plan.time / plan.time_before - 1 if plan.time_before else 0.0
-            cost = f"{slower:+.0%} of a step's time (modeled), bit-identical"
-            yield Remedy(name, plan.peak + beside, True, cost)
-            return
+        plan = default.plan(program.graph, budget, default.read_options({"seconds": seconds}, "estimate"))
+    except Infeasible as no:
+        yield Remedy(name, no.best_peak + beside, False, "the least peak of a plan that was found")
     except TightshipError as no:
         yield Remedy(name, 0, False, f"no plan: {no}")
+    else:
+        slower = plan.time / plan.time_before - 1 if plan.time_before else 0.0
+        cost = f"{slower:+.0%} of a step's time (modeled), bit-identical"
+        yield Remedy(name, plan.peak + beside, True, cost)

@@ -236,7 +236,7 @@ def _check_compiled(planner: Any, options: PlanOptions, verify_every: int, folde
             "verify_every compares with eager's bits, and compiled code has Inductor's: leave it out, or use "
             'mode="exact"', verify_every, place,
         )  # fmt: skip
-    ways = {way.strip() for way in options.get("allow", "").split(",")} - {"", "recompute"}
+    ways = {way.strip() for way in options.get("allow", "").split(",")} - {"", "recompute", "redraw"}
     ways |= {way for _, way in parse_hints(options.get("hints", ""))} - {"keep", "recompute"}
     if ways or options.get("lossy") or folder is not None or pinned is not None:
         means = next(iter(sorted(ways)), "lossy" if options.get("lossy") else "offload")

@@ -84,7 +84,7 @@ class CompileOptions:
     )
     cache: Any = option("default", "folder in which measurements are kept, None for none")  # noqa: RUF009
     seconds_per_op: float = option(0.01, "seconds for which one op is repeated to measure its time")
-    planner: PlannerOptions = field(default_factory=PlannerOptions)
+    planner: PlannerOptions = field(default_factory=lambda: PlannerOptions(redraw=False))
 
 
 _DEFAULTS: Final = {f.name: f.default for cls in (CompileOptions, PlannerOptions) for f in fields(cls)}
@@ -127,15 +127,16 @@ def read_options(given: Mapping[str, Any]) -> CompileOptions:
     own: dict[str, Any] = {"eager_fallback": not given.get("strict", False)}
     own |= {name: value for name, value in given.items() if name in _OWN} | {"budget": budget}
     planner = {name: value for name, value in given.items() if name not in _OWN}
-    return CompileOptions(**own, planner=PlannerOptions(**{"allow": "recompute", **planner}))
+    return CompileOptions(**own, planner=PlannerOptions(**{"redraw": False, **planner}))
 
 
 def _check_recompute_only(chosen: Mapping[str, Any]) -> None:
     """Between forward and backward it is autograd that holds what is saved, and only as the tensors it knows."""
     ways = {way.strip() for way in chosen.get("allow", "").split(",")} - {""}
     ways |= {way for _, way in parse_hints(chosen.get("hints", ""))} - {"keep"}
-    if chosen.get("lossy") or ways - {"recompute"}:
-        means = "lossy" if chosen.get("lossy") else sorted(ways - {"recompute"})[0]
+    other = next((name for name in ("lossy", "redraw") if chosen.get(name)), None)
+    if other or ways - {"recompute"}:
+        means = other or sorted(ways - {"recompute"})[0]
         rule = f"{means!r} is not possible here: this backend recomputes; tightship.fit can do the rest, too"
         raise BadInput(rule, place=_PLACE)
 

@@ -82,7 +82,7 @@ def tag(joint: GraphModule, budget: BudgetLike, *, outputs: int | None = None, *
     joint graph; ``Unsupported`` for symbolic sizes and higher-order ops.
     """
     compat.require_torch()
-    chosen = read_options(cast(PlanOptions, {"allow": "recompute", **options}), "tag")
+    chosen = replace(read_options(cast(PlanOptions, options), "tag"), redraw=False)
     if not isinstance(joint, GraphModule):
         raise BadInput("a joint graph is a torch.fx.GraphModule", type(joint).__qualname__, "tag")
     inputs = joint.graph.find_nodes(op="placeholder")

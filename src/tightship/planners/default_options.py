@@ -64,11 +64,11 @@ class Options:
     reuse: bool = option(True, "let results overwrite inputs that nothing needs any more, where ops allow it")
     allow: str = option(
         "recompute",
-        "how storages may leave memory: recompute, compress, offload, redraw (recompute random ops too, from saved "
-        "random states); of models and modules also: split, split-rounding (ops in slices); of models: stream "
-        "(parameters and optimizer state of a training step)",
+        "how storages may leave memory: recompute, compress, offload; of models and modules also: split, "
+        "split-rounding (ops in slices); of models: stream (parameters and optimizer state of a training step)",
         metavar="MEANS,…",
     )
+    redraw: bool = option(True, "let recomputation run random ops, too, from saved random states")
     hints: str = option(
         "",
         "what to do with the values of modules: keep, recompute, compress or offload, by a pattern of module names",
@@ -91,6 +91,7 @@ class PlanOptions(TypedDict, total=False):
     place: bool
     reuse: bool
     allow: str
+    redraw: bool
     hints: str
     lossy: bool
     host: int
@@ -149,14 +150,14 @@ def least_time(
 
 
 def ways_of(problem: EvictionProblem, o: Options) -> Ways:
-    return Ways(redraw=REDRAW in means_of(o), least=_least(problem), in_place=problem.in_place)
+    return Ways(redraw=problem.redraws, least=_least(problem), in_place=problem.in_place)
 
 
 def allowed(problem: EvictionProblem, o: Options) -> Hashable:
     """What plans may do: those that may do the same are answers for one another."""
     only = tuple(sorted(problem.only.items()))
     ways = (problem.means, only, problem.lossy, problem.host, problem.stuck, problem.in_place)
-    return (*ways, REDRAW in means_of(o), o.place, o.hand_out)
+    return (*ways, problem.redraws, o.place, o.hand_out)
 
 
 def means_of(o: Options) -> tuple[str, ...]:
@@ -183,7 +184,7 @@ def problem_of(graph: Graph, order: tuple[int, ...], o: Options) -> EvictionProb
         if m not in (*MEANS, REDRAW):
             raise BadInput(f"unknown way {m!r}: expected {', '.join((*MEANS, REDRAW))}", place="allow")
     chained = tuple(k for k, op in enumerate(graph.ops) if op.random)
-    if REDRAW in means:
+    if REDRAW in means or (o.redraw and "recompute" in means):
         graph = pure_random_ops(graph)
         means = tuple(dict.fromkeys("recompute" if m == REDRAW else m for m in means))
     only = resolve(graph, parse_hints(o.hints), lossy=o.lossy)

@@ -21,7 +21,7 @@ from tightship.graph import Graph
 from tightship.options import Deadline
 from tightship.planners import floor, run
 from tightship.planners.clock import PREPARED, Clock
-from tightship.planners.default_options import REDRAW, Options, means_of, order_of, problem_of
+from tightship.planners.default_options import Options, order_of, problem_of
 from tightship.planners.evict.problem import EvictionProblem, Progress
 from tightship.planners.layout import Layout
 from tightship.planners.turns import Storages, Turn, joined, splits, turns, ways
@@ -154,7 +154,7 @@ class InTurns:
     def _divides(self) -> bool:
         """Whether two turns are worth a look."""
         hinted = {way for hint in self.whole.problem.only.values() for way in hint}
-        only = set(self.whole.problem.means) == {"recompute"} and REDRAW not in means_of(self.whole.options)
+        only = set(self.whole.problem.means) == {"recompute"} and not self.whole.problem.redraws
         return self.whole.whole and only and hinted <= _KNOWN_HINTS and len(self.whole.graph.ops) <= _MOST
 
     @property

@@ -25,7 +25,6 @@ from tightship.planners.default_options import (
     Options,
     allowed,
     least_time,
-    means_of,
     order_of,
     ways_of,
 )
@@ -157,7 +156,11 @@ class Search:
         self.time_bound = 0.0
         if budget is not None:
             self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
-            if o.evict == _EXACT_PLANNER and means_of(o) == ("recompute",):
+            if (
+                o.evict == _EXACT_PLANNER
+                and self.problem.means == ("recompute",)
+                and not self.problem.redraws
+            ):
                 self.time_bound = max(self.time_bound, self._proved(budget))
         self.bound = int(lower_bound(graph, **ways_of(self.problem, o), deadline=self.deadline))
 
@@ -584,8 +587,9 @@ class Search:
         work = self.options.work // (3 if again else 1)  # in another order
         made = self._tried(problem, budget, work, progress, clock, first)
         self.last = made.found
-        if made.needs > budget >= made.found.timeline.peak:
-            self.only_places = True
+        # What the search does not count: holes between places, and states of random numbers that are kept.
+        if made.found.decision.met and made.needs > budget:
+            self.only_places |= made.found.timeline.peak <= budget
             return self._tightened(problem, made, progress, clock)
         return made
 
@@ -602,7 +606,8 @@ class Search:
         where the last one ended: the bytes that holes take depend more on chance than on any effort."""
         assert self.budget is not None
         budget, below, above = self.budget, 0, self.budget
-        margin = made.needs - budget
+        line, decided = made.found.timeline, made.found.decision.peak
+        margin = made.needs - (decided if decided < budget < line.peak else budget)
         if len(self.graph.ops) > _LARGE:  # each turn takes long
             margin += margin // 2
         for k in range(_TIGHTEN):

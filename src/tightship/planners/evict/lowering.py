@@ -280,10 +280,13 @@ _WORTH = 2
 
 
 def pure_random_ops(graph: Graph) -> Graph:
-    """The graph with random ops that are worth their saved state taken for pure ones, with the state as workspace.
+    """The graph with random ops that are worth their saved state taken for pure ones, with the state as workspace;
+    the same one where there are none.
 
     Orders are those of the original: this graph does not know the random chain.
     """
+    if not any(op.state for op in graph.ops):
+        return graph
     uses, ops = graph.uses, []
     for k, op in enumerate(graph.ops):
         written = sum(graph.storages[s].size for s in (*uses.defines[k], *uses.mutates[k]))

@@ -167,6 +167,11 @@ class EvictionProblem:
         """Whether what hints say can be done in its order."""
         return not self.only or self.cost(self.nothing(), 0).valid
 
+    @property
+    def redraws(self) -> bool:
+        """Whether some random op may run again: the graph takes it for a pure one (`lowering.pure_random_ops`)."""
+        return any(not self.graph.ops[k].random for k in self.chained)
+
     def in_order(self, order: tuple[int, ...]) -> EvictionProblem:
         """The same in another order; always the same problem, with what was found for it."""
         if order not in self._in_order:
