@@ -6,7 +6,8 @@ ours. Seeds: keep everything, checkpoints as people set them, saved sets by pric
 what the problem's archive has; where none of them is within the budget, batches of evictions that cover the excess
 (ours), and greed after that; where those and annealing leave more than a point to the goal, also checkpoints as
 blocks are found, dynamic programming over a chain of blocks, and the ladder from each side of the budget. Ends at
-the goal, once a whole run of annealing gained less than the gap, or a later one little of what is left. Guarantee:
+the goal, once a whole run of annealing gained less than the gap, or a later one little of what is left, and where
+that is more than a point above the goal, some more of them did. Guarantee:
 never worse than any seed tried, nor than what was found for less memory on the same problem; the same seed and work
 limit give the same plan, and more work goes on where less of it ends. Complexity: a replay per candidate, anytime.
 Known limits: no proof of optimality; the gap to the lower bound is reported instead.
@@ -42,6 +43,8 @@ _SLOW = 0.2
 """A run of annealing after the first that gains less than this part of what is left to the goal is the last."""
 _FAR = 0.01
 """So far above the goal, as a part of the step's time, dearer seeds are tried."""
+_PATIENCE = 4
+"""Further runs, each with other random moves, where those that gain nothing end so far above the goal."""
 
 
 _CHECKPOINTS = tuple(checkpoint.Options(depth, selective) for depth in (1, 2) for selective in (False, True))
@@ -111,6 +114,12 @@ class _Search:
             if self.ended and not more:
                 return
 
+    @property
+    def far(self) -> bool:
+        """Whether the best is within the budget, and takes much more time than the goal."""
+        best = self.best
+        return best.met and best.extra > self.options.goal + _FAR * self.problem.engine.base_time
+
     def gained(self, before: Decision) -> bool:
         """Whether the best is better than ``before`` by enough to go on."""
         now = self.best
@@ -152,8 +161,7 @@ def _run(search: _Search) -> None:
     if search.best.met and not search.ended:
         search.take(_relaxed(search))
         runs.until_no_gain()
-    far = o.goal + _FAR * problem.engine.base_time
-    if o.dear and not search.ended and (not search.best.met or search.best.extra > far):
+    if o.dear and not search.ended and (not search.best.met or search.far):
         before = search.best
         search.take(_dear_seeds(search))
         if not before.met or search.gained(before):
@@ -173,10 +181,15 @@ class _Runs:
         self.size = max(_LEAST * ops, min(_CALLS * ops, _MOST))
 
     def until_no_gain(self) -> None:
+        idle = 0
         while not self.search.ended:
             before = self.search.best
             self.search.take(self._one())
-            if not self.search.gained(before) or (self.count > 1 and self._slowed(before)):
+            if self.search.gained(before) and not (self.count > 1 and self._slowed(before)):
+                idle = 0
+            elif idle < _PATIENCE and self.search.options.dear and self.search.far:
+                idle += 1
+            else:
                 return
 
     def _slowed(self, before: Decision) -> bool:
