@@ -306,6 +306,41 @@ def test_a_function_that_saves_tensors():
     return Loop(model, lambda m, b: cross_entropy(Square.apply(m(b[0])), b[1]), sgd(model))
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, by=2.0):
+        ctx.by = by
+        x = x - x.amax(-1, keepdim=True)
+        out = x.clamp(min=-1) * by
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (out,) = ctx.saved_tensors
+        return grad * out * ctx.by, None
+
+
+scaled = Scaled.apply  # bound before any step is captured, as PyTorch's documentation advises
+
+
+@identical()
+def test_a_function_by_a_name_bound_before():
+    model = mlp()
+    return Loop(model, lambda m, b: cross_entropy(m[1:](scaled(m[0](b[0]))), b[1]), sgd(model))
+
+
+@identical()
+def test_a_function_by_a_name_bound_before_inside_a_checkpoint():
+    model = mlp()
+
+    def loss_fn(model, batch):
+        hidden = checkpoint(lambda x: scaled(model[0](x), 3.0), batch[0], use_reentrant=False)
+        return cross_entropy(model[1:](hidden), batch[1])
+
+    return Loop(model, loss_fn, sgd(model))
+
+
 @identical()
 def test_straight_through():
     model = mlp()

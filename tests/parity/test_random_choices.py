@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import get_rng_state, nn, set_rng_state
 
 from support.harness import Loop, adam, identical, mlp, refused, sgd
 
@@ -131,3 +131,43 @@ def test_a_rate_that_is_zero_at_first():
         return loss * 2 if torch.rand([]) < max(0.0, (k[0] - 3) / 5) else loss
 
     return Loop(model, loss_fn, sgd(model), steps=8)
+
+
+# --- states that are set, by names that were bound before ---------------------------------------------------------
+
+
+@refused("random state")
+def test_a_state_that_is_set_back():
+    model = mlp(dropout=0.2)
+
+    def loss_fn(model, batch):
+        state = get_rng_state()
+        first = cross_entropy(model, batch)
+        set_rng_state(state)
+        return first + cross_entropy(model, batch)
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@refused("random state")
+def test_a_state_that_the_generator_sets_back():
+    model = mlp(dropout=0.2)
+
+    def loss_fn(model, batch):
+        state = torch.default_generator.get_state()
+        loss = cross_entropy(model, batch)
+        torch.default_generator.set_state(state)
+        return loss
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@identical()
+def test_a_seed_before_all_draws():
+    model = mlp(dropout=0.2)
+
+    def loss_fn(model, batch):
+        torch.default_generator.manual_seed(3)
+        return cross_entropy(model, batch)
+
+    return Loop(model, loss_fn, sgd(model))

@@ -115,23 +115,65 @@ Seen = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 def calls_seen(seen: Seen) -> Iterator[None]:
     """``seen(function, args, kwargs)`` makes calls of autograd functions, scripted code and functional transforms,
     and is told when autocast forgets what it has converted."""
-    apply: Any = vars(torch.autograd.Function)["apply"]
-
-    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        code = (cls.forward, cls.backward, *([cls.setup_context] if _has_setup(cls) else []))
-        return seen(
-            Special(f"{cls.__name__}.apply", functools.partial(apply.__func__, cls), cls, code), args, kwargs
-        )
 
     def through(owner: Any, name: str) -> Any:
         call = getattr(owner, name)
         return lambda *args, **kwargs: seen(Special(name, call, owner), args, kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(applied)))
+        stack.enter_context(_applications_seen(seen))
         for owner, name in (*_UNSEEN, *compat_distributed.methods_of_parts()):
             stack.enter_context(_patched(owner, name, through(owner, name)))
         yield
+
+
+_APPLY: types.FunctionType = vars(torch.autograd.Function)["apply"].__func__
+_apply = types.FunctionType(
+    _APPLY.__code__, _APPLY.__globals__, _APPLY.__name__, _APPLY.__defaults__, _APPLY.__closure__
+)
+"""`torch.autograd.Function.apply`, whatever the code of that one is just now."""
+_seen_by: dict[int, Seen] = {}
+"""By thread, who is told of autograd functions."""
+_swapping = threading.Lock()
+
+
+class _Standing:
+    """Has the code that `torch.autograd.Function.apply` has meanwhile: who has bound it before, as PyTorch's
+    documentation advises (``relu = ReLU.apply``), holds the same function, and is not told of another one."""
+
+    @classmethod
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        __class__  # type: ignore[name-defined]  # noqa: B018 - a free variable, as what this stands in for has
+        from tightship.frontends.torch.compat_capture import _applied
+
+        return _applied(cls, *args, **kwargs)
+
+
+def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    seen = _seen_by.get(threading.get_ident())
+    if seen is None:
+        return _apply(cls, *args, **kwargs)
+    code = (cls.forward, cls.backward, *([cls.setup_context] if _has_setup(cls) else []))
+    return seen(Special(f"{cls.__name__}.apply", functools.partial(_apply, cls), cls, code), args, kwargs)
+
+
+@contextmanager
+def _applications_seen(seen: Seen) -> Iterator[None]:
+    """``seen`` makes the calls of autograd functions on this thread."""
+    mine = threading.get_ident()
+    with _swapping:
+        outer = _seen_by.get(mine)
+        _seen_by[mine] = seen
+        _APPLY.__code__ = vars(_Standing)["apply"].__func__.__code__
+    try:
+        yield
+    finally:
+        with _swapping:
+            del _seen_by[mine]
+            if outer is not None:
+                _seen_by[mine] = outer
+            if not _seen_by:
+                _APPLY.__code__ = _apply.__code__
 
 
 def _has_setup(cls: Any) -> bool:

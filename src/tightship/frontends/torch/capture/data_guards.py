@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from tightship.errors import CheckFailed, Unplannable, Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.assertions import answer_without_error
+from tightship.frontends.torch.capture.random_state import random_state_before
 from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape, TapeValue
 from tightship.frontends.torch.program import Ref, derive, evaluate, refs_in, substitute
 
@@ -456,7 +458,7 @@ class Questions:
 
         def ask(tensors: Tensors) -> Any:
             given = {v: tensors[key] for v, key in asked.items()}
-            with torch.no_grad(), compat.random_states_kept(("cpu",) if drawn else ()):
+            with torch.no_grad(), random_state_before() if drawn else nullcontext():
                 found = evaluate(needed, values, bases, given, [*wanted, *(bases[s] for s in small)])
                 for s, tensor in zip(small, found[len(wanted) :], strict=True):
                     self._counters[self._state(s)] = _Counter(tensor, calls)

@@ -21,6 +21,7 @@ from tightship.frontends.torch.capture.data_guards import (
     made_of,
     zeros_like,
 )
+from tightship.frontends.torch.capture.random_state import drawn
 from tightship.frontends.torch.capture.sparse import SparseGradients
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker
 from tightship.frontends.torch.program import leaves_in, map_tree, tensors_in
@@ -127,6 +128,8 @@ class Recorder(compat.TorchDispatchMode):
         if record is not None:
             record.asked = asked
             record.samples = samples
+            if record.random:
+                drawn()
         if record is not None and self.phase == "backward" and not origin.module:
             record.origin = self._inherited(record)
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,11 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.capture.random_state import (
+    random_state_watched,
+    set_torch_state,
+    torch_state,
+)
 from tightship.frontends.torch.containers import contents, refill
 
 __all__ = ["Change", "Leftovers", "applied", "stand_ins_in", "untouched"]
@@ -62,7 +67,8 @@ def untouched(model: torch.nn.Module, changes: list[Change], *, frozen: bool = T
     before = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
     modules, states = _modules(model), _random_states()
     try:
-        yield
+        with random_state_watched() if frozen else nullcontext():
+            yield
         if _modules(model) != modules:
             raise Unsupported(
                 "a model that replaces modules while it runs", "eager would do so in the first step only",
@@ -177,30 +183,17 @@ def _modules(model: torch.nn.Module) -> list[tuple[str, int]]:
     return [(n, id(m)) for n, m in model.named_modules()]
 
 
-_SET_TORCH_STATE = torch.random.set_rng_state  # capture replaces the name by something that refuses
-
-
 def _random_states() -> list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]]:
     """(library, how to get its state, how to set it, the state now)."""
     libraries: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
         ("Python", random.getstate, random.setstate),
         # Fake tensors draw nothing: who changes this state has seeded it or used real tensors.
-        ("torch", _torch_state, _set_torch_state),
+        ("torch", torch_state, set_torch_state),
     ]
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
         libraries.append(("NumPy", lambda: numpy.get_state(legacy=False), numpy.set_state))
     return [(name, get, put, get()) for name, get, put in libraries]
-
-
-def _torch_state() -> bytes:
-    with compat.without_modes():
-        return bytes(torch.random.get_rng_state().numpy())
-
-
-def _set_torch_state(state: bytes) -> None:
-    with compat.without_modes():
-        _SET_TORCH_STATE(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _equal(a: Any, b: Any) -> bool:

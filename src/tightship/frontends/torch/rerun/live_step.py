@@ -28,6 +28,7 @@ from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture, compat_distributed
 from tightship.frontends.torch.capture.checks import check_replaced, checked_leaf
 from tightship.frontends.torch.capture.incremental import Ending, StepCapture
+from tightship.frontends.torch.capture.random_state import random_state_watched
 from tightship.frontends.torch.capture.state_restore import Change, Leftovers, stand_ins_in
 from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.function_trace import (
@@ -288,7 +289,8 @@ def run_code(
     kept: Kept = []
     try:
         with compat_capture.python_for_stand_ins(has_data=True), code.open():
-            out = code.rerun.run(lambda given: code.asked(loss_fn, given))
+            with random_state_watched():
+                out = code.rerun.run(lambda given: code.asked(loss_fn, given))
             asked = code.finish(out)
             del out
     finally:
