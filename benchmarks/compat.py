@@ -283,9 +283,10 @@ def lockstep(eager: Side, ours: Side, steps: int) -> Outcome:
 
 def _side(build: Callable[[], Training]) -> Side:
     torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
     loop = build()
+    torch.manual_seed(0)
+    random.seed(0)  # packages that `build` is the first to import may have drawn
+    np.random.seed(0)
     groups = [loop.parameters, *(parameters for _, parameters in loop.others)]
     optimizers = [loop.optimizer(parameters(loop.model)) for parameters in groups]
     losses = [loop.loss_fn, *(loss_fn for loss_fn, _ in loop.others)]

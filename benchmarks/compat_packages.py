@@ -377,7 +377,14 @@ def byol_wrapper() -> Training:
         nn.Flatten(),
         nn.Linear(8, 16),
     )
-    model = BYOL(net, image_size=32, hidden_layer=-1, projection_size=16, projection_hidden_size=32)
+    model = BYOL(
+        net,
+        image_size=32,
+        hidden_layer=-1,
+        projection_size=16,
+        projection_hidden_size=32,
+        augment_fn=nn.Identity(),
+    )
     return Training(model.train(), itself, floats(4, 3, 32, 32), parameters=trainable)
 
 

@@ -146,3 +146,20 @@ def test_a_script_that_is_not_optimized():
             return F.cross_entropy(swish(model(batch[0])), batch[1])
 
     return Loop(model, loss_fn, sgd(model))
+
+
+class Silent(tuple):
+    """A tuple that does not tell how many it has, nor which, as e3nn's irreps."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        raise NotImplementedError
+
+
+@identical()
+def test_a_tuple_that_cannot_be_iterated():
+    model = mlp()
+    model.kind = Silent((1, 2))
+    return Loop(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), sgd(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from support.harness import Loop, adam, identical, refused
+from support.harness import Loop, adam, identical, pairs, refused
 
 
 class Recurrent(nn.Module):
@@ -103,3 +103,86 @@ def test_a_buffer_that_becomes_a_parameter():
         net.a = net.head.weight.detach()
 
     return trained(Replacing(same))
+
+
+# --- buffers that the first step makes, or makes larger -----------------------------------------------------------
+
+
+class Registering(nn.Module):
+    """Keeps what it makes of the sizes of its first batch, or of its numbers, as a buffer."""
+
+    def __init__(self, *, known: bool, of_numbers: bool, persistent: bool = True) -> None:
+        super().__init__()
+        self.layer, self.of_numbers, self.persistent = nn.Linear(4, 3), of_numbers, persistent
+        if known:
+            self.register_buffer("bias", None, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if getattr(self, "bias", None) is None:
+            bias = x.mean(0)[:3] if self.of_numbers else torch.arange(3.0) / 10
+            self.register_buffer("bias", bias, persistent=self.persistent)
+        return self.layer(x) + self.bias
+
+
+@identical(plans=2)
+def test_a_buffer_that_the_first_step_sets():
+    return trained(Registering(known=True, of_numbers=False))
+
+
+@identical(plans=2)
+def test_a_buffer_that_the_first_step_registers():
+    return trained(Registering(known=False, of_numbers=False, persistent=False))
+
+
+@identical(plans=2)
+def test_a_buffer_that_the_first_step_makes_of_its_batch():
+    return trained(Registering(known=False, of_numbers=True))
+
+
+class Spiking(nn.Module):
+    """A membrane that is empty before the first batch, and has the size of the batch from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.register_buffer("membrane", torch.zeros(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        current = self.layer(x)
+        if self.membrane.shape != current.shape:
+            self.membrane = torch.zeros_like(current)
+        self.membrane = self.membrane.detach() * 0.9 + current
+        return self.head(self.membrane)
+
+
+@identical(plans=2)
+def test_a_buffer_that_grows():
+    return trained(Spiking())
+
+
+@identical(plans=None)
+def test_a_buffer_of_another_size_for_each_batch():
+    sizes = [6, 4, 4, 5]
+
+    def batch(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = pairs(k)
+        return x[: sizes[k]], y[: sizes[k]]
+
+    return trained(Spiking(), batch=batch)
+
+
+class Moving(nn.Module):
+    """Moves its parameter in each step to where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.data = self.scale.data.to(x.device, x.dtype)
+        return self.layer(x) * self.scale
+
+
+@identical(plans=1)
+def test_a_parameter_that_is_moved_to_where_it_is():
+    return trained(Moving())

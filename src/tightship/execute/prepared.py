@@ -35,6 +35,7 @@ from tightship.execute.weights import into_memory
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
+from tightship.frontends.torch.rerun.live_step import Expired
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
 from tightship.notebook import Shown
@@ -475,7 +476,8 @@ class Prepared(NotCopied, Shown):
             self._identity.moved()
 
     def _static(self) -> Iterator[torch.Tensor]:
-        yield from (t for t in (*self.model.parameters(), *self.model.buffers()) if t.layout is torch.strided)
+        own = (t for t in (*self.model.parameters(), *self.model.buffers()) if not isinstance(t, Expired))
+        yield from (t for t in own if t.layout is torch.strided)
         for one in each(self.optimizer) if self.optimizer is not None else ():
             yield from (
                 t for state in one.state.values() for t in tensors_in(state) if t.layout is torch.strided

@@ -22,13 +22,17 @@ def _items(mapping: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
 
 
 def contents(container: Any) -> Any:
-    """A copy of what one of `CONTAINERS` holds: a plain dict, list, set or bytearray."""
+    """A copy of what one of `CONTAINERS` holds: a plain dict, list, set or bytearray. A list of what a tuple or a
+    frozen set holds."""
     if isinstance(container, dict):
         return dict(_items(container))
     if isinstance(container, list):
         return list(list.__iter__(container))
     if isinstance(container, set):
         return set(set.__iter__(container))
+    if isinstance(container, (tuple, frozenset)):
+        base: Any = tuple if isinstance(container, tuple) else frozenset
+        return list(base.__iter__(container))
     if isinstance(container, collections.deque):
         return list(collections.deque.__iter__(container))
     return bytearray(bytearray.__iter__(container))

@@ -103,6 +103,7 @@ class Leftovers:
         self, model: torch.nn.Module, only: Iterable[tuple[torch.nn.Module, str]] | None = None
     ) -> None:
         self._model, self._everywhere = model, only is None
+        self._buffers = [(m, dict(m._buffers)) for m in model.modules()]
         if only is None:
             self._before = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
             self._modules = _modules(model)
@@ -119,9 +120,11 @@ class Leftovers:
         """Puts back what holds stand-ins, but where ``lasts`` is true of one of them, or of a tensor that was there
         before; returns what that was. Other changes stay, as eager's do.
 
+        Buffers that are new stay where the code has come to its end (``lasts``): they are part of the model then.
+
         Raises ``Unsupported`` for modules that were replaced.
         """
-        gone = []
+        gone = self._new_buffers(put_back=lasts is None)
         for m, attributes, filled in self._before:
             names = list(vars(m)) if self._everywhere else list(filled)
             for k in names:
@@ -146,6 +149,21 @@ class Leftovers:
             )  # fmt: skip
         return gone
 
+    def _new_buffers(self, *, put_back: bool) -> list[Change]:
+        """Stand-ins that the code has registered as buffers, or set where there was none."""
+        gone = []
+        for m, before in self._buffers:
+            for k, new in list(m._buffers.items()):
+                if before.get(k) is not None or not stand_ins_in(new):
+                    continue
+                gone.append(Change(m, k, None, new))
+                if put_back and k in before:
+                    m._buffers[k] = None
+                elif put_back:
+                    del m._buffers[k]
+                    m._non_persistent_buffers_set.discard(k)
+        return gone
+
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 
@@ -165,9 +183,9 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
         return
     parts: Iterable[Any] = ()
     if isinstance(value, (list, tuple, set)):
-        parts = value
+        parts = contents(value)
     elif isinstance(value, dict):
-        parts = value.values()
+        parts = contents(value).values()
     elif hasattr(value, "__dataclass_fields__"):
         parts = getattr(value, "__dict__", {}).values()
     for x in parts if depth else ():

@@ -248,7 +248,8 @@ class Asked:
     """What the code of one step asked for. ``program`` is None where it is what ``trace`` has been for before.
     ``results`` puts the step's results together; ``constants`` are this step's by the index of the program's,
     ``bound`` by their numbers in the trace; ``numbers`` are the new ones of ops of the trace's program, by op.
-    ``kept`` are the stand-ins that the code has kept, by their numbers in the trace."""
+    ``kept`` are the stand-ins that the code has kept, by their numbers in the trace; ``placed`` those that it has put
+    in the place of a buffer of another size or type: (buffers of a module, name, stand-in)."""
 
     trace: FunctionTrace
     program: Program | None
@@ -257,6 +258,7 @@ class Asked:
     bound: dict[int, torch.Tensor]
     numbers: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     kept: Kept = field(default_factory=list)
+    placed: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
 
     def fill(self, made: Sequence[torch.Tensor], leaves: Sequence[object]) -> None:
         """What the code has kept becomes what it stood for: a tensor that the program has ``made`` (as ``trace.kept``
@@ -271,7 +273,10 @@ class Asked:
         for n, stand_in in sorted(self.kept, key=lambda one: -one[0]):
             if n not in retained:
                 compat.become(stand_in, tensors[n], given=n < trace.inputs)
+        for home, key, tensor in self.placed:
+            home[key] = tensor
         self.kept.clear()
+        self.placed.clear()
         trace.elsewhere = nowhere
 
 
@@ -351,6 +356,7 @@ class _Code:
         self.described: dict[int, Any] = {}  # what `ended` takes, by number
         self.trace: FunctionTrace | None = None  # what was followed or captured to its end
         self.others: dict[int, int] = {}  # numbers of tensors of other traces, by id
+        self.placed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self.hooks = owned.hooks()
         for hook in self.hooks:
             if hook.name not in ending.wanted and hook.parameter.requires_grad:
@@ -410,6 +416,8 @@ class _Code:
     def rebound(self) -> None:
         """A buffer that was replaced by a new tensor is written back, which is what the next step would read."""
         for name, home, key, own, now in self.owned.replaced():
+            if _is_another(own, now):  # it becomes what it stands for, as what is kept elsewhere does
+                continue
             check_replaced(name, own, now)
             self.rerun.special(write_back, (own, now), {})
             home[key] = own
@@ -461,8 +469,10 @@ class _Code:
     def clean(self, *, finished: bool = False) -> list[Change]:
         """Takes away what the code has left of stand-ins; if it has ``finished``, only those that the next step would
         make again. Returns all that were there."""
-        for _, home, key, own, _ in self.owned.replaced():
+        for _, home, key, own, now in self.owned.replaced():
             home[key] = own
+            if finished and _is_another(own, now):
+                self.placed.append((home, key, now))
         grown = [c.empty() for c in self.caches]
         for t in self.traces:
             for c in t.caches:
@@ -501,7 +511,8 @@ class _Code:
         spec = Results(map_leaves(leaf, out))
         if rerun.execution is None:
             constants = [rerun.bound.get(trace.index.get(id(c), -1), c) for c in trace.program.constants]
-            return Asked(trace, None, spec, tuple(constants), rerun.bound, new_numbers or {})
+            numbers_of = new_numbers or {}
+            return Asked(trace, None, spec, tuple(constants), rerun.bound, numbers_of, placed=self.placed)
         capture = self.captures[-1]
         fakes = rerun.execution.fakes
         loss = checked_loss(out)
@@ -515,7 +526,7 @@ class _Code:
             fakes[rerun.number(loss)], [fakes[n] for n in results], spec, self.notes(changes)
         )
         self.note(trace, capture.guards[guards:], changes)
-        return Asked(trace, None, spec, (), rerun.bound)
+        return Asked(trace, None, spec, (), rerun.bound, placed=self.placed)
 
     def check_made_once(self) -> None:
         """Raises ``Unsupported`` where a number changes that eager would have read in the first step only."""
@@ -565,6 +576,13 @@ class _Code:
             if not compat.is_fake(t):
                 keys[compat.storage_key(t)] = keys.get(compat.storage_key(t), 0) + 1
         trace.rigid = {n for n in trace.constants if keys[compat.storage_key(trace.tensors[n])] > 1}
+
+
+def _is_another(buffer: torch.Tensor, now: torch.Tensor | None) -> bool:
+    """Whether a tensor of another size or type, which the step has made, is in the place of a buffer."""
+    if now is None or not compat.is_fake(now):
+        return False
+    return (now.shape, now.dtype, now.device) != (buffer.shape, buffer.dtype, buffer.device)
 
 
 def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

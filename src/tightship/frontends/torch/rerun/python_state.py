@@ -117,7 +117,7 @@ class _Reachable:
         elif isinstance(x, CONTAINERS):
             self._container(x)
         elif isinstance(x, (tuple, frozenset)):
-            self._todo += list(x)[:ELEMENTS]
+            self._todo += contents(x)[:ELEMENTS]
         elif isinstance(x, io.IOBase):
             self._file(x)
         elif isinstance(x, types.GeneratorType) or hasattr(x, "__next__"):

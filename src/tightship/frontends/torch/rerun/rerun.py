@@ -218,7 +218,7 @@ class Rerun(TorchFunctionMode):
             if call.bound and self.bound:
                 return map_tensors(lambda t: self.bound.get(self.trace.index[id(t)], t), call.answer)
             return list(call.answer) if type(call.answer) is list else call.answer
-        if call.kind in ("last", "hook"):
+        if call.kind in ("last", "hook", "nothing"):
             return None
         answer = func(*args, **kwargs)
         if call.kind == "data":
@@ -431,6 +431,8 @@ class Rerun(TorchFunctionMode):
             kind, answer = "now", func(*args, **kwargs)
             self._note_constants(trace, args, kwargs, used=False)
             first = len(trace.tensors)
+        elif name == "data.__set__" and _has_already(trace, *args):
+            kind, answer = "nothing", None
         else:
             self._check(name, args, kwargs, origin)
             self._note_constants(trace, args, kwargs)
@@ -493,6 +495,13 @@ class Rerun(TorchFunctionMode):
             f"{name.removesuffix('.__set__')} of a parameter, buffer or constant set in a step at {origin}",
             "the step runs on stand-ins for them", "set it before the step",
         )  # fmt: skip
+
+
+def _has_already(trace: FunctionTrace, tensor: torch.Tensor, data: Any) -> bool:
+    """Whether what a tensor's data is set to is what was read there: modules move parameters in this way to where they
+    are."""
+    made = (c for c in reversed(trace.calls) if c.answer is data)
+    return any(name_of(c.func) == "data.__get__" and c.args[0] is tensor for c in made)
 
 
 def _repeats(func: Any, args: Any, kwargs: Any) -> bool:
