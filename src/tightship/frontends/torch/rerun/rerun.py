@@ -498,8 +498,7 @@ class Rerun(TorchFunctionMode):
 
 
 def _has_already(trace: FunctionTrace, tensor: torch.Tensor, data: Any) -> bool:
-    """Whether what a tensor's data is set to is what was read there: modules move parameters in this way to where they
-    are."""
+    """Whether what a tensor's data is set to is what was read there: so modules move parameters to where they are."""
     made = (c for c in reversed(trace.calls) if c.answer is data)
     return any(name_of(c.func) == "data.__get__" and c.args[0] is tensor for c in made)
 
