@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+import tightship
 from support.harness import Loop, adam, identical, pairs, refused
+from tightship.execute.interpreter import Fallback
 
 
 class Recurrent(nn.Module):
@@ -186,3 +189,46 @@ class Moving(nn.Module):
 @identical(plans=1)
 def test_a_parameter_that_is_moved_to_where_it_is():
     return trained(Moving())
+
+
+class Switching(nn.Module):
+    """Its first batch decides of what it is made, as BigBird's attention of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head, self.decided = nn.Linear(4, 8), nn.Linear(8, 3), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.decided:
+            self.layer, self.decided = nn.Sequential(self.layer, nn.Tanh()), True
+        return self.head(self.layer(x))
+
+
+def test_modules_that_the_first_step_replaces():
+    """That step is eager's, and what comes after it is planned."""
+
+    def run(step_of):
+        torch.manual_seed(0)
+        model = Switching()
+        optimizer = adam(model)
+        step = step_of(model, optimizer)
+        return [step(pairs(k)).detach() for k in range(4)], model, step
+
+    def eager(model, optimizer):
+        def step(batch):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, batch)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    def planned(model, optimizer):
+        with pytest.warns(Fallback, match="replaces modules"):
+            return tightship.fit(model, cross_entropy, optimizer, pairs(0), cache=None, seconds_per_op=0.0)
+
+    (expected, one, _), (found, other, step) = run(eager), run(planned)
+    assert all(map(torch.equal, expected, found))
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+    assert step.plan.steps and step.last is not None and step.last.as_planned

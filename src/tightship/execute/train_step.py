@@ -28,6 +28,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.train_variants import TrainVariants, check_call
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.incremental import Ending
+from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import (
@@ -79,6 +80,7 @@ class TrainStep(TrainVariants):
         self._ran = PartRuns()
         self._unplanned: Unplanned | None = None
         self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
+        self._tries_again = False  # to plan what could not be planned as the model was
 
     @property
     def _latest(self) -> Variant:
@@ -176,13 +178,22 @@ class TrainStep(TrainVariants):
         except Unplannable as no:
             if self.settings.strict or (compat_distributed.world_size() > 1 and not self.independent):
                 raise
-            self._unplanned = self._in_eager = Unplanned(no)
-            self._variants.clear()
-            self._arena = None
-            note = f"steps run in eager, where the budget is not kept: {no}"
-            self._notes.append(note)
+            note = self._fall_back(no)
             warnings.warn(note, Fallback, stacklevel=level)
             return None
+
+    def _fall_back(self, no: Unplannable) -> str:
+        """From now on steps run in eager. Returns what is said of it."""
+        self._unplanned = self._in_eager = Unplanned(no)
+        self._variants.clear()
+        self._arena = None
+        note = f"steps run in eager, where the budget is not kept: {no}"
+        self._notes.append(note)
+        return note
+
+    def _on_replaced(self) -> None:
+        super()._on_replaced()
+        self._tries_again, self._unplanned = self._unplanned is not None, None
 
     # --- running ---
 
@@ -267,6 +278,13 @@ class TrainStep(TrainVariants):
         """What the step returns, or its backward pass with the gradients ``held`` so far; compared with eager's,
         which runs first, in every so many steps. Gradients that the program hands back are left with their
         parameters."""
+        if self._tries_again:
+            self._tries_again = False
+            try:
+                with self._as_preparing():
+                    self._prepare_now(batch)
+            except Unplannable as no:
+                self._fall_back(no)
         unplanned = self._in_eager = self._unplanned or self._for_now()
         if unplanned is not None:
             return self._run_unplanned(unplanned, batch, whole=held is None)
@@ -289,11 +307,17 @@ class TrainStep(TrainVariants):
                 no = no.with_enough(())
             raise no from None
 
+    @staticmethod
+    def _is_anomaly_ours() -> bool:
+        """Whether it is still there when no other thread compiles: Inductor has it on meanwhile, for all threads."""
+        with nothing_compiled_elsewhere():
+            return torch.is_anomaly_enabled()
+
     def _for_now(self) -> Unplanned | None:
         """Under anomaly detection, with backward hooks on modules, and under modes of the caller's a step is eager's,
         whose nodes, functions and ops they look at; the next one may be planned again."""
         why = "a planned backward pass is not autograd's"
-        if torch.is_anomaly_enabled():
+        if torch.is_anomaly_enabled() and self._is_anomaly_ours():
             under, instead = "under torch.autograd.set_detect_anomaly", "look for the anomaly in eager"
         elif compat.backward_hooks(self._owned.modules):
             under, instead = "with backward hooks on modules", "remove them"

@@ -122,11 +122,14 @@ class TrainVariants(Prepared):
         stage = self.settings.progress.stage("capturing")
         with self._exclusive(), self._as_preparing(), torch.autograd.set_detect_anomaly(False), stage:
             self._renew()
-            if not self._in_parts:
-                with self._undone():
-                    return self._run_code(batch, self._ending())[0].executor.plan
-            self._prepare_parts(batch)
-            return self.plan
+            return self._prepare_now(batch)
+
+    def _prepare_now(self, batch: Any) -> Plan:
+        if not self._in_parts:
+            with self._undone():
+                return self._run_code(batch, self._ending())[0].executor.plan
+        self._prepare_parts(batch)
+        return self.plan
 
     @contextmanager
     def _as_preparing(self) -> Iterator[None]:

@@ -47,13 +47,14 @@ def module_hooks(enter: Callable[[Any], None], leave: Callable[[], None]) -> Ite
         if threading.get_ident() == mine:
             leave()
 
-    pre = _module.register_module_forward_pre_hook(before)
-    post = _module.register_module_forward_hook(after, always_call=True)
-    try:
-        yield
-    finally:
-        pre.remove()
-        post.remove()
+    with nothing_compiled_elsewhere():
+        pre = _module.register_module_forward_pre_hook(before)
+        post = _module.register_module_forward_hook(after, always_call=True)
+        try:
+            yield
+        finally:
+            pre.remove()
+            post.remove()
 
 
 def running_modules() -> list[torch.nn.Module]:
@@ -166,7 +167,8 @@ def _applications_seen(seen: Seen) -> Iterator[None]:
         _seen_by[mine] = seen
         _APPLY.__code__ = vars(_Standing)["apply"].__func__.__code__
     try:
-        yield
+        with nothing_compiled_elsewhere():
+            yield
     finally:
         with _swapping:
             del _seen_by[mine]
@@ -388,11 +390,19 @@ class _CallThrough:
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, ``owner`` has another function, class or value by that name; functions for this thread alone."""
     before = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
-    setattr(owner, name, _only_here(before, value))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    with nothing_compiled_elsewhere():
+        setattr(owner, name, _only_here(before, value))
+        try:
+            yield
+        finally:
+            setattr(owner, name, before)
+
+
+def nothing_compiled_elsewhere() -> AbstractContextManager[Any]:
+    """Inside, no other thread compiles: Dynamo would trace into what is replaced meanwhile, though that is for this
+    thread alone."""
+    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return nullcontext() if frames is None else frames.compile_lock
 
 
 def _only_here(before: Any, value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.random_state import (
     random_state_watched,
@@ -122,7 +122,7 @@ class Leftovers:
 
         Buffers that are new stay where the code has come to its end (``lasts``): they are part of the model then.
 
-        Raises ``Unsupported`` for modules that were replaced.
+        Raises ``Unplannable`` for modules that were replaced.
         """
         gone = self._new_buffers(put_back=lasts is None)
         for m, attributes, filled in self._before:
@@ -143,9 +143,9 @@ class Leftovers:
                 else:
                     del vars(m)[k]
         if self._everywhere and _modules(self._model) != self._modules:
-            raise Unsupported(
-                "a model that replaces modules while it runs", "the step was captured with those it had",
-                "run the model once before capturing it",
+            raise Unplannable(
+                "a model that replaces modules while it runs", "eager would do so in the first step only",
+                "run the model once before fit; what comes after the first step is planned in any case",
             )  # fmt: skip
         return gone
 
