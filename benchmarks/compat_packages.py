@@ -506,7 +506,7 @@ def spiking() -> Training:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 5)
+            self.one, self.two = nn.Linear(16, 128), nn.Linear(128, 5)
             self.spike = snn.Leaky(beta=0.9, spike_grad=surrogate.fast_sigmoid())
             self.last = snn.Leaky(beta=0.9, spike_grad=surrogate.fast_sigmoid())
 
@@ -519,9 +519,11 @@ def spiking() -> Training:
             return torch.stack(found).mean(0)
 
     def batch(k: int) -> Any:
-        return floats(8, 16)(k), torch.randint(0, 5, (8,), generator=generator(k))
+        return floats(64, 16)(k), torch.randint(0, 5, (64,), generator=generator(k))
 
-    return Training(Model(), classified, batch)
+    model = Model()
+    model(batch(0)[0])  # its state has the size of a batch from then on, and is part of the budget
+    return Training(model, classified, batch)
 
 
 def spiking_jelly() -> Training:

@@ -48,7 +48,7 @@ WORDS = {"eager": "in eager"}
 RUN = {"identical": "bit-identical", "close": "as planned"}
 HEAD = ("", "with", "result", "unplanned", "planned = measured", "prepared in")
 MARKS = ("---", "---", "---", "---:", "---:", "---:")
-FIRST = ("language", "vision", "speech", "diffusion", "graphs", "adapters", "agents", "others")
+FIRST = ("language", "vision", "speech", "diffusion", "graphs", "adapters", "agents", "others", "packages")
 
 
 def tables() -> list[str]:
@@ -175,7 +175,9 @@ def section(table: Any, lines: Sequence[tuple[str, ...]]) -> str:
 
 
 def versions(rows: Iterable[Row]) -> str:
-    names = sorted({name for row in rows for name in row.packages if not missing(row)} | {"torch"})
+    modules = {name for row in rows for name in row.packages if not missing(row)} | {"torch"}
+    known = importlib.metadata.packages_distributions()
+    names = sorted({known.get(name, [name])[0] for name in modules}, key=str.lower)
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 

@@ -182,7 +182,7 @@ class TrainStep(TrainVariants):
             warnings.warn(note, Fallback, stacklevel=level)
             return None
 
-    def _fall_back(self, no: Unplannable) -> str:
+    def _fall_back(self, no: Unplannable | Infeasible) -> str:
         """From now on steps run in eager. Returns what is said of it."""
         self._unplanned = self._in_eager = Unplanned(no)
         self._variants.clear()
@@ -283,7 +283,10 @@ class TrainStep(TrainVariants):
             try:
                 with self._as_preparing():
                     self._prepare_now(batch)
-            except Unplannable as no:
+            except (
+                Unplannable,
+                Infeasible,
+            ) as no:  # as little as before: nobody has been promised the budget
                 self._fall_back(no)
         unplanned = self._in_eager = self._unplanned or self._for_now()
         if unplanned is not None:
