@@ -187,7 +187,7 @@ class TrainStep(TrainVariants):
         self._unplanned = self._in_eager = Unplanned(no)
         self._variants.clear()
         self._arena = None
-        note = f"steps run in eager, where the budget is not kept: {no}"
+        note = f"steps run in eager, where the budget is not kept: {str(no).splitlines()[0]}"
         self._notes.append(note)
         return note
 
@@ -283,10 +283,7 @@ class TrainStep(TrainVariants):
             try:
                 with self._as_preparing():
                     self._prepare_now(batch)
-            except (
-                Unplannable,
-                Infeasible,
-            ) as no:  # as little as before: nobody has been promised the budget
+            except (Unplannable, Infeasible) as no:  # as before: `fit` has said that the budget is not kept
                 self._fall_back(no)
         unplanned = self._in_eager = self._unplanned or self._for_now()
         if unplanned is not None:

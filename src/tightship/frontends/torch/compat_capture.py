@@ -402,7 +402,8 @@ def nothing_compiled_elsewhere() -> AbstractContextManager[Any]:
     """Inside, no other thread compiles: Dynamo would trace into what is replaced meanwhile, though that is for this
     thread alone."""
     frames: Any = sys.modules.get("torch._dynamo.convert_frame")
-    return nullcontext() if frames is None else frames.compile_lock
+    lock: Any = getattr(frames, "compile_lock", None)  # there is none yet while it is imported
+    return nullcontext() if lock is None else lock
 
 
 def _only_here(before: Any, value: Any) -> Any:

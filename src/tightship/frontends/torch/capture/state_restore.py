@@ -97,13 +97,15 @@ def untouched(model: torch.nn.Module, changes: list[Change], *, frozen: bool = T
 
 class Leftovers:
     """Attributes of a model's modules as they are now, to be put back where Python code that ran on stand-ins has
-    left some there. ``only`` is where to look; None: everywhere."""
+    left some there. ``only`` is where to look; None: everywhere. ``modules``: the model's, where they are known."""
 
     def __init__(
-        self, model: torch.nn.Module, only: Iterable[tuple[torch.nn.Module, str]] | None = None
-    ) -> None:
+        self, model: torch.nn.Module, only: Iterable[tuple[torch.nn.Module, str]] | None = None,
+        modules: tuple[torch.nn.Module, ...] | None = None,
+    ) -> None:  # fmt: skip
         self._model, self._everywhere = model, only is None
-        self._buffers = [(m, dict(m._buffers)) for m in model.modules()]
+        self._all = tuple(model.modules()) if modules is None else modules
+        self._buffers = {m: dict(m._buffers) for m in self._all if m._buffers}
         if only is None:
             self._before = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
             self._modules = _modules(model)
@@ -152,7 +154,8 @@ class Leftovers:
     def _new_buffers(self, *, put_back: bool) -> list[Change]:
         """Stand-ins that the code has registered as buffers, or set where there was none."""
         gone = []
-        for m, before in self._buffers:
+        for m in self._all:
+            before = self._buffers.get(m, {})
             for k, new in list(m._buffers.items()):
                 if before.get(k) is not None or not stand_ins_in(new):
                     continue

@@ -349,7 +349,7 @@ class _Code:
         self.captures: list[StepCapture] = []
         self.caches: list[compat_capture.GrownCaches] = []
         known = {(m, k): None for t in traces for m, k in t.attributes}
-        self.left = [Leftovers(self.model, known)]
+        self.left = [Leftovers(self.model, known, owned.modules)]
         self.has_run = False
         self.shown: list[FunctionTrace] = []
         self.ended: Callable[[Sequence[Any]], Program] | None = None  # makes the program of a captured trace
