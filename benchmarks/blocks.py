@@ -55,7 +55,7 @@ def row(name: str, percent: float, work: int, effort: float) -> list[str]:
         found = planner.plan(fresh, limit, o)
         spent.append(f"{time.process_time() - began:.1f}")
         cells.append(f"{100 * found.extra / once:+.2f} %" if found.met else "not met")
-    bound = max(0.0, least_time(graph, fresh, plain, limit) / once - 1)
+    bound = max(0.0, least_time(graph, fresh, limit) / once - 1)
     if effort:
         bound = max(bound, exact.least_extra(graph, limit, NEVER, redraw=False, in_place=False) / once)
     title = f"{name}, {len(graph.ops)} ops"

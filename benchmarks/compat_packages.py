@@ -58,18 +58,18 @@ def itself(model: nn.Module, batch: Any) -> Any:
 # --- vision ---------------------------------------------------------------------------------------------------
 
 
-def of_vit_pytorch(name: str, **more: Any) -> Callable[[], Training]:
+_VIT: dict[str, Any] = {
+    "image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 64,
+}  # fmt: skip
+
+
+def of_vit_pytorch(name: str, size: int = 32, **settings: Any) -> Callable[[], Training]:
     def build() -> Training:
         import importlib
 
         module, _, cls = name.partition(":")
-        settings: dict[str, Any] = {
-            "image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 64,
-        }  # fmt: skip
-        settings |= more
-        settings = {k: v for k, v in settings.items() if v is not None}
         model = getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)(**settings)
-        return Training(model.train(), classified, images(128 if cls == "MobileViT" else 32))
+        return Training(model.train(), classified, images(size))
 
     return build
 
@@ -164,19 +164,17 @@ def open_clip_model() -> Training:
 def perceptual() -> Training:
     import lpips
 
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
-    criterion = lpips.LPIPS(net="squeeze", pretrained=False, pnet_rand=True, verbose=False).eval()
-    net.criterion = criterion.requires_grad_(False)
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
+            criterion = lpips.LPIPS(net="squeeze", pretrained=False, pnet_rand=True, verbose=False)
+            self.criterion = criterion.eval().requires_grad_(False)
 
-    def loss(model: nn.Module, x: Any) -> Any:
-        return (
-            model.criterion(model[1](model[0](x)).repeat(1, 1, 1, 1)[:, :3], x).mean()
-            + model[2](model[1](model[0](x))).square().mean()
-        )
+        def forward(self, x: Any) -> Any:
+            return self.criterion(self.net(x), x).mean()
 
-    return Training(
-        net, loss, floats(2, 3, 64, 64), parameters=lambda m: [*m[0].parameters(), *m[2].parameters()]
-    )
+    return Training(Model(), itself, floats(2, 3, 64, 64), parameters=trainable)
 
 
 def kornia_losses() -> Training:
@@ -644,12 +642,12 @@ def variational() -> Training:
 
 
 _ROWS: dict[str, tuple[str, Callable[[], Training]]] = {
-    "ViT": ("vit_pytorch", of_vit_pytorch("vit:ViT", dropout=0.1, emb_dropout=0.1)),
-    "SimpleViT": ("vit_pytorch", of_vit_pytorch("simple_vit:SimpleViT")),
-    "DeepViT": ("vit_pytorch", of_vit_pytorch("deepvit:DeepViT", dropout=0.1)),
+    "ViT": ("vit_pytorch", of_vit_pytorch("vit:ViT", **_VIT, dropout=0.1, emb_dropout=0.1)),
+    "SimpleViT": ("vit_pytorch", of_vit_pytorch("simple_vit:SimpleViT", **_VIT)),
+    "DeepViT": ("vit_pytorch", of_vit_pytorch("deepvit:DeepViT", **_VIT, dropout=0.1)),
     "CaiT with layer dropout": (
         "vit_pytorch",
-        of_vit_pytorch("cait:CaiT", cls_depth=1, layer_dropout=0.05, dropout=0.1),
+        of_vit_pytorch("cait:CaiT", **_VIT, cls_depth=1, layer_dropout=0.05, dropout=0.1),
     ),
     "CCT": (
         "vit_pytorch",
@@ -667,18 +665,14 @@ _ROWS: dict[str, tuple[str, Callable[[], Training]]] = {
             num_layers=2,
             num_heads=2,
             mlp_ratio=2.0,
-            image_size=None,
-            patch_size=None,
-            dim=None,
-            depth=None,
-            heads=None,
-            mlp_dim=None,
+            num_classes=5,
         ),
     ),
     "MaxViT": (
         "vit_pytorch",
         of_vit_pytorch(
             "max_vit:MaxViT",
+            dim=32,
             dim_conv_stem=16,
             dim_head=16,
             depth=(1, 1),
@@ -686,24 +680,18 @@ _ROWS: dict[str, tuple[str, Callable[[], Training]]] = {
             mbconv_expansion_rate=2,
             mbconv_shrinkage_rate=0.25,
             dropout=0.1,
-            image_size=None,
-            patch_size=None,
-            heads=None,
-            mlp_dim=None,
+            num_classes=5,
         ),
     ),
     "MobileViT": (
         "vit_pytorch",
         of_vit_pytorch(
             "mobile_vit:MobileViT",
+            128,
             image_size=(128, 128),
             dims=[16, 24, 32],
+            num_classes=5,
             channels=[8, 8, 16, 16, 24, 24, 32, 32, 40, 40, 64],
-            patch_size=None,
-            dim=None,
-            depth=None,
-            heads=None,
-            mlp_dim=None,
         ),
     ),
     "U-Net": ("segmentation_models_pytorch", segmentation("Unet")),

@@ -686,9 +686,8 @@ def test_what_is_chosen_was_written_as_a_candidate(tmp_path, monkeypatch, budget
     assert len(made) == step.plan.lowered
 
 
-@pytest.mark.filterwarnings(
-    "default"
-)  # one that ends another thread's compilation halfway leaves code that is wrong
+# PyTorch warns while it compiles; as errors, warnings would end the other thread's compilation halfway.
+@pytest.mark.filterwarnings("default")
 def test_another_thread_may_compile_at_the_same_time():
     wrong = []
 

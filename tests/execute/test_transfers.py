@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import tightship
 from execute.test_interpreter import Bound
@@ -14,6 +15,7 @@ from support.plans import evicted
 from support.runs import Dropped, Pair, beyond, eager
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.execute import allocator
 from tightship.execute.compile import compile_plan
 from tightship.execute.interpreter import Executor
 from tightship.execute.transfers import Environment, Transfers
@@ -249,6 +251,68 @@ def test_the_search_draws_dropout_again_where_nothing_else_is_left():
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
         assert step.last.measured_peak == step.plan.peak <= budget
+
+
+@pytest.mark.skipif(not allocator.available(), reason="peaks cannot be measured here")
+def test_a_budget_that_checkpoints_meet_is_met_with_dropout():
+    """PyTorch's checkpoints draw masks again; a plan for what they were measured to need does, too."""
+
+    class Blocks(torch.nn.Module):
+        def __init__(self, checkpoints):
+            super().__init__()
+            drops = [
+                torch.nn.Dropout(0.1) for _ in range(6)
+            ]  # whose masks are more than what a checkpoint saves
+            kinds = [(torch.nn.Linear(64, 64), torch.nn.GELU(), *drops) for _ in range(24)]
+            self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*some) for some in kinds)
+            self.checkpoints = checkpoints
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+            return x.square().mean()
+
+    def made(checkpoints=False):
+        torch.manual_seed(0)
+        model = Blocks(checkpoints)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    x, loss_fn = torch.randn(1024, 64), lambda m, batch: m(batch)
+    model, optimizer = made(checkpoints=True)
+    static = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    torch.manual_seed(1)
+    with allocator.Meter() as meter:
+        expected = eager(model, loss_fn, optimizer, x)
+    ours, optimizer = made()
+    step = tightship.fit(
+        ours,
+        loss_fn,
+        optimizer,
+        x,
+        static + meter.peak,
+        cache=None,
+        seconds_per_op=0.0,
+        work=2_000_000,
+        strict=True,
+    )
+    assert sum(s.saves for s in step.plan.steps) > 0
+    torch.manual_seed(1)
+    assert torch.equal(step(x), expected)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), model.parameters(), strict=True))
+    assert step.last.measured_peak == step.plan.peak <= static + meter.peak
+    with pytest.raises(Infeasible):
+        model, optimizer = made()
+        tightship.fit(
+            model,
+            loss_fn,
+            optimizer,
+            x,
+            static + meter.peak,
+            cache=None,
+            redraw=False,
+            work=2_000_000,
+            strict=True,
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -142,14 +142,13 @@ def read_options(options: PlanOptions, caller: str) -> Options:
     return Options(**options)
 
 
-def least_time(
-    graph: Graph, problem: EvictionProblem, o: Options, budget: int, deadline: Deadline = NEVER
-) -> float:
-    """Seconds no plan by the ways that the options allow can go below."""
-    return chain_bound(graph, budget, **ways_of(problem, o), deadline=deadline)
+def least_time(graph: Graph, problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -> float:
+    """Seconds no plan of the problem can go below."""
+    return chain_bound(graph, budget, **ways_of(problem), deadline=deadline)
 
 
-def ways_of(problem: EvictionProblem, o: Options) -> Ways:
+def ways_of(problem: EvictionProblem) -> Ways:
+    """What plans of the problem may do, as bounds take it."""
     return Ways(redraw=problem.redraws, least=_least(problem), in_place=problem.in_place)
 
 

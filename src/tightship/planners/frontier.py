@@ -250,7 +250,7 @@ class _Search:
             if best is not None:
                 known = next((p.time_bound for p in self.made if p.budget == budget), None)
                 if known is None:
-                    known = default.least_time(self.graph, self.problem, self.each, budget)
+                    known = default.least_time(self.graph, self.problem, budget)
                 found.append(replace(best, budget=budget, time_bound=min(known, best.time)))
         return tuple(found)
 

@@ -155,14 +155,14 @@ class Search:
         self.reached = floor.reached(graph, allowed(self.problem, o))
         self.time_bound = 0.0
         if budget is not None:
-            self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
+            self.time_bound = least_time(graph, self.problem, budget, self.deadline)
             if (
                 o.evict == _EXACT_PLANNER
                 and self.problem.means == ("recompute",)
                 and not self.problem.redraws
             ):
                 self.time_bound = max(self.time_bound, self._proved(budget))
-        self.bound = int(lower_bound(graph, **ways_of(self.problem, o), deadline=self.deadline))
+        self.bound = int(lower_bound(graph, **ways_of(self.problem), deadline=self.deadline))
 
     def _proved(self, budget: int) -> float:
         """A bound on the time for which there is a solver."""
@@ -178,9 +178,7 @@ class Search:
             return
         if self.budget is not None and self.time_bound:
             args = (self.graph, self.budget, line, self.time_bound)
-            self.time_bound = linked_bound(
-                *args, **ways_of(self.problem, self.options), deadline=clock.search
-            )
+            self.time_bound = linked_bound(*args, **ways_of(self.problem), deadline=clock.search)
 
     def _without_solver(self, progress: Progress | None, clock: Clock) -> floor.Placed | None:
         """What the default search finds in half of the time, if that is near enough to what the solver proved."""

@@ -26,34 +26,31 @@ def random_state_watched() -> Iterator[None]:
         yield
         _as_drawn()
     finally:
-        if drawn_since := _DRAWN.get():
-            set_torch_state(drawn_since[0])
+        if states := _DRAWN.get():
+            set_torch_state(states[0])
         _DRAWN.reset(outer)
 
 
 def drawn() -> None:
-    """A random op was recorded. Stand-ins draw nothing: torch's state moves on here. Raises ``Unplannable`` where
-    something else has changed it since the last one."""
+    """Called when a random op was recorded. Stand-ins draw nothing: torch's state moves on here. Raises
+    ``Unplannable`` where something else has changed it since the last one."""
     states = _DRAWN.get()
     if states is None:
         return
     _as_drawn()
-    states[:] = [states[0] if states else torch_state()]
+    before = states[0] if states else torch_state()
     with compat.without_modes():
         torch.empty(1).uniform_()
-    states.append(torch_state())
+    states[:] = [before, torch_state()]
 
 
 @contextmanager
 def random_state_before() -> Iterator[None]:
     """Inside, torch's random state is that before the first random op of stand-ins; what is drawn leaves no trace."""
-    now = torch_state()
-    try:
+    with compat.random_states_kept(("cpu",)):
         if states := _DRAWN.get():
             set_torch_state(states[0])
         yield
-    finally:
-        set_torch_state(now)
 
 
 def _as_drawn() -> None:
