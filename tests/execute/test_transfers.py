@@ -283,36 +283,17 @@ def test_a_budget_that_checkpoints_meet_is_met_with_dropout():
     torch.manual_seed(1)
     with allocator.Meter() as meter:
         expected = eager(model, loss_fn, optimizer, x)
+    options = {"cache": None, "seconds_per_op": 0.0, "work": 2_000_000, "strict": True}
     ours, optimizer = made()
-    step = tightship.fit(
-        ours,
-        loss_fn,
-        optimizer,
-        x,
-        static + meter.peak,
-        cache=None,
-        seconds_per_op=0.0,
-        work=2_000_000,
-        strict=True,
-    )
+    step = tightship.fit(ours, loss_fn, optimizer, x, static + meter.peak, **options)
     assert sum(s.saves for s in step.plan.steps) > 0
     torch.manual_seed(1)
     assert torch.equal(step(x), expected)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), model.parameters(), strict=True))
     assert step.last.measured_peak == step.plan.peak <= static + meter.peak
+    other, optimizer = made()
     with pytest.raises(Infeasible):
-        model, optimizer = made()
-        tightship.fit(
-            model,
-            loss_fn,
-            optimizer,
-            x,
-            static + meter.peak,
-            cache=None,
-            redraw=False,
-            work=2_000_000,
-            strict=True,
-        )
+        tightship.fit(other, loss_fn, optimizer, x, static + meter.peak, redraw=False, **options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
