@@ -7,7 +7,6 @@ import torch
 
 from support import plans
 from support.runs import Pair, eager
-from tightship import sources
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.binding import Binding
@@ -19,9 +18,6 @@ from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.program import Call
 from tightship.frontends.torch.structure import flatten
 from tightship.plan import Step
-from tightship.planners.evict.lowering import divided, divisible, undivided
-from tightship.planners.evict.problem import EvictionProblem
-from tightship.verify import check
 
 
 class Bound:
@@ -289,29 +285,3 @@ def test_replays_with_requests_of_their_own_are_placed_by_their_own():
     bound.compare(executor, 0)
     assert executor.last.misses == 0 and executor.last.short == 0
     assert executor.last.measured_peak <= plan.peak
-
-
-def test_results_that_are_made_once_more_at_the_end_are_the_same_and_take_the_planned_bytes():
-    """The gradients of convolutions' weights leave after their first run, and the backward runs again for them."""
-    torch.manual_seed(0)
-    layers = [
-        layer for k in (3, 32, 32, 32) for layer in (torch.nn.Conv2d(k, 32, 3, padding=1), torch.nn.ReLU())
-    ]
-    model, sample = torch.nn.Sequential(*layers), torch.randn(2, 3, 6, 6)
-    program = sources.ModelStep(model, sample).program()
-    graph = program.graph
-    parts, stands = divided(graph, divisible(graph))
-    assert len(divisible(graph)) == 3
-    late = [k for k, op in enumerate(parts.ops) if k and stands[k] == stands[k - 1]]
-    order = [*(k for k in range(len(parts.ops)) if k not in late), *late]
-    problem = EvictionProblem(parts, tuple(order), in_place=False, stands=stands)
-    steps = undivided(graph, parts, stands, problem.steps(problem.nothing()))
-    assert {s.op for s in steps if s.kind == "recompute"} == set(divisible(graph))
-    runs = []
-    for plan in (plans.keep(graph), plans.placed(graph, steps)):
-        check(graph, plan)
-        executor = Executor(program, plan, strict=True)
-        runs.append([x.clone() for x in executor.run(Binding(program, model, None).tensors([sample]))])
-        assert executor.last.measured_peak == plan.peak
-    assert len(runs[0]) == len(runs[1]) > len(layers) // 2
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

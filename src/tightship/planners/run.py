@@ -16,7 +16,7 @@ from tightship.graph import Graph
 from tightship.options import NEVER, Deadline
 from tightship.plan import Plan, Problem, Solution, Step
 from tightship.planners import PlannerInfo, planner
-from tightship.planners.evict.lowering import drop_dead_copies, save_random_states, undivided
+from tightship.planners.evict.lowering import drop_dead_copies, drop_dead_runs, save_random_states
 from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
 from tightship.simulate import Timeline, baseline, replay, unplanned
 from tightship.verify import check
@@ -82,8 +82,7 @@ def evict(
     """What the planner ``info`` decides for ``budget``, lowered and verified (without ``verify`` replayed: whoever
     makes a plan of the steps has that verified).
 
-    ``graph``: the one with random ops, where the problem's takes them for pure ones, and with whole ones, where the
-    problem's has parts of them; ``means`` as for
+    ``graph``: the one with random ops, where the problem's takes them for pure ones; ``means`` as for
     `EvictionProblem.lower`; ``or_keep``: keep everything where the decision cannot be carried out, which otherwise
     raises ``Unsupported``."""
     call: EvictPlanner = info.plan
@@ -92,8 +91,8 @@ def evict(
         decision = problem.cost(problem.nothing(), budget)
     graph = graph or problem.graph
     steps = drop_dead_copies(problem.lower(decision, budget, means))
-    if problem.stands:
-        steps = undivided(graph, problem.graph, problem.stands, steps)
+    if problem.deep:  # lets results go
+        steps = drop_dead_runs(graph, steps, problem.chained)
     steps = save_random_states(graph, steps)
     return Evicted(decision, steps, _verified(graph, steps, info.name, lossy=problem.lossy, verify=verify))
 

@@ -12,7 +12,6 @@ from itertools import pairwise
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.linked_moments import linked_bound
-from tightship.analysis.order import is_legal
 from tightship.diagnose.advice import advice
 from tightship.errors import Infeasible, VerificationFailed
 from tightship.graph import Graph
@@ -25,11 +24,10 @@ from tightship.planners.default_options import (
     Options,
     allowed,
     least_time,
-    order_of,
     ways_of,
 )
 from tightship.planners.evict import ladder
-from tightship.planners.evict.lowering import divided, divisible
+from tightship.planners.evict.lowering import drop_dead_runs
 from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
 from tightship.planners.in_turns import InTurns
 from tightship.planners.layout import Layout
@@ -37,7 +35,7 @@ from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
 from tightship.planners.shave import shaved
 from tightship.planners.turns import Storages
-from tightship.simulate import Timeline, replay, unplanned
+from tightship.simulate import Timeline, replay
 from tightship.verify import check
 
 __all__ = ["Search", "displaced", "top_of_peak"]
@@ -80,11 +78,7 @@ _CLOSE_BY = 1.05
 """How many times the budget what was found may need for another search, for less."""
 
 
-_PARTS = 64
-"""Ops at most that run once for what stays until the end and once for everything else."""
-
-
-_LOOK, _LONG_LOOK, _NEARLY = 2_000_000, 8_000_000, 1.002
+_LOOK, _NEARLY = 2_000_000, 1.002
 """Ops simulated for a first look at something else, the same where nothing fits, and over what time is needed already
 it is left at that."""
 
@@ -132,8 +126,6 @@ class Search:
     """What searches ended with, whether something beats it or not."""
     only_places: bool = False
     interrupted: bool = False
-    in_parts: bool = False
-    """Whether parts of ops were looked at."""
     whole: bool = True
     """Whether it is not a turn of another one."""
     aims: bool = True
@@ -206,9 +198,7 @@ class Search:
                 return best.found, best.layout
             if self.options.evict == _EXACT_PLANNER and (best := self._without_solver(progress, clock)):
                 return best.found, best.layout
-            self._parts_first(progress, clock)
-        if budget is None or self.reached.within(budget) is None or not self.in_parts:
-            made = self._searched(self.problem, progress, clock)
+        made = self._searched(self.problem, progress, clock)
         if budget is not None:
             first = self.problem
             self._other_orders(progress, clock)
@@ -271,8 +261,6 @@ class Search:
         tried = [self.problem.order]
         self._lower_look(self.problem, progress, clock)
         self._deeper(tried, progress, clock)
-        if not self.in_parts:
-            self._in_parts(progress, clock)
         if self.reached.within(self.budget) is None:
             self._own_orders(tried, progress, clock)
         self._named_orders(tried, progress, clock)
@@ -386,6 +374,9 @@ class Search:
     def offer(self, line: Timeline, clock: Clock) -> floor.Placed:
         """Keep such steps of the graph, if nothing beats them."""
         assert self.budget is not None
+        steps = drop_dead_runs(self.graph, line.steps, self.problem.chained)
+        if len(steps) < len(line.steps):
+            line = replay(self.graph, steps)
         extra = max(0.0, line.time - self.before.time)
         decision = Decision(
             self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=line.steps
@@ -406,73 +397,7 @@ class Search:
         self._lower_look(problem, progress, clock)
         self._search_in(problem, progress, clock)
         if best is None or self.reached.within(self.budget) is not best:
-            self.problem, self.in_parts = problem, False  # parts were not looked at in this way
-        elif self.in_parts:  # nothing was met without parts, and so may nothing be in this way
-            before, self.problem = self.problem, problem
-            self._in_parts(progress, clock)
-            if self.reached.within(self.budget) is best:
-                self.problem = before
-
-    def _parts_first(self, progress: Progress | None, clock: Clock) -> None:
-        """Where a short search meets nothing, look at parts of ops before a long one."""
-        assert self.budget is not None
-        nothing = self.reached.within(self.budget) is None and self.bound <= self.budget
-        if (
-            nothing
-            and self._divisible()
-            and not self._look(self.problem, progress, clock, _LONG_LOOK).decision.met
-        ):
-            self._in_parts(progress, clock)
-
-    def _divisible(self) -> int:
-        """How many ops it is worth running in parts."""
-        apart = self.options.order == Options().order and set(self.problem.means) == {"recompute"}
-        if not apart or len(self.graph.ops) > _LARGE:
-            return 0
-        return min(_PARTS, len(divisible(self.problem.graph)))
-
-    def _in_parts(self, progress: Progress | None, clock: Clock) -> None:
-        """Search with ops that run once for what later ops read and once for results that stay until the end, made
-        when little else is there: twice as many of them each time until something fits, then half as many more as
-        long as that is faster."""
-        assert self.budget is not None
-        self.in_parts = True
-        count, most = 1, self._divisible()
-        fits = self.reached.within(self.budget) is not None
-        looked: list[tuple[int, int]] = []  # peak, number
-        while count <= most and not (self._near() or self.ends(clock)):
-            before, problem = self.reached.within(self.budget), self._parted(count, clock)
-            if not problem.obeyed:
-                return
-            found = self._look(problem, progress, clock, _LOOK if fits else _LONG_LOOK)
-            looked.append((found.decision.peak, count))
-            if self._as_good(found, before):
-                self._searched(problem, progress, clock)
-            after = self.reached.within(self.budget)
-            if after is None:
-                count = min(2 * count, most) if count < most else most + 1
-            elif after is before:
-                return
-            else:
-                count += (count + 1) // 2
-        if looked and self.reached.within(self.budget) is None and not self.ends(clock):
-            self._searched(self._parted(min(looked)[1], clock), progress, clock)
-
-    def _parted(self, count: int, clock: Clock) -> EvictionProblem:
-        """The problem with the first ``count`` of `divisible` ops in two parts, in an order of its own; always
-        the same one."""
-        problem = self.problem
-        known: dict[int, EvictionProblem] = problem.__dict__.setdefault("_parted", {})
-        if count not in known:
-            graph, stands = divided(problem.graph, divisible(problem.graph)[:count])
-            part = clock.search.part(PREPARED)
-            if problem.deep:
-                order = _parts_last(graph, stands, run.order(_DEMAND, graph, part))
-            else:
-                order = order_of(graph, self.options, unplanned(graph).peak, part, self.budget)
-            chained = tuple(stands.index(k) for k in problem.chained)
-            known[count] = replace(problem, graph=graph, order=order, chained=chained, stands=stands)
-        return known[count]
+            self.problem = problem
 
     def _aim_lower(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> None:
         """Where what was found needs a little more than there is, search for the bound, as if nothing else had been:
@@ -553,14 +478,11 @@ class Search:
         self.least_look = min(peak, least or peak)
         return not self.interrupted and (least is None or peak < least)
 
-    def _look(
-        self, problem: EvictionProblem, progress: Progress | None, clock: Clock, work: int = _LOOK
-    ) -> run.Evicted:
-        """What is found in a short while: without dear seeds, but for parts of ops where recomputation takes less
-        memory, which is so near to the least that others do not get there."""
+    def _look(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> run.Evicted:
+        """What is found in a short while, without dear seeds."""
         assert self.budget is not None
-        work, dear = min(work, self.options.work), problem.deep and bool(problem.stands)
-        found = self._evict(problem, self.budget, clock.search, work, progress, dear=dear)
+        work = min(_LOOK, self.options.work)
+        found = self._evict(problem, self.budget, clock.search, work, progress, dear=False)
         self.interrupted |= problem.archive.stopped
         problem.archive.stopped = False
         return found
@@ -654,13 +576,9 @@ class Search:
     ) -> run.Evicted:  # fmt: skip
         o, info = self.options, planner(self.options.evict, "evict")
         least = self.time_bound if self.time_bound < math.inf else 0.0
-        once = self.before.time
-        if problem.stands:
-            once = math.fsum(problem.graph.columns.time)
-            progress = _beside(progress, once - self.before.time)
         known = {
             "seconds": deadline.left, "work": work, "seed": o.seed, "gap": o.gap,
-            "goal": least * (1 + max(o.gap, self.near)) - once, "dear": dear,
+            "goal": least * (1 + max(o.gap, self.near)) - self.before.time, "dear": dear,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
         many = o.place and len(self.graph.ops) > MANY  # their places span a little more than the peak
@@ -727,20 +645,6 @@ class Search:
             at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
-
-
-def _parts_last(graph: Graph, stands: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
-    """The order with what makes results that stay, in an op of its own (`lowering.divided`), at the end."""
-    late = {k for k in range(1, len(stands)) if stands[k] == stands[k - 1]}
-    last = (*(k for k in order if k not in late), *(k for k in order if k in late))
-    return last if is_legal(graph, last) else order
-
-
-def _beside(progress: Progress | None, seconds: float) -> Progress | None:
-    """Who is told of extra seconds, told of so many more."""
-    if progress is None:
-        return None
-    return lambda peak, extra, met: progress(peak, extra + seconds, met)
 
 
 def displaced(order: tuple[int, ...]) -> int:

@@ -43,8 +43,8 @@ _SLOW = 0.2
 """A run of annealing after the first that gains less than this part of what is left to the goal is the last."""
 _FAR = 0.01
 """So far above the goal, as a part of the step's time, dearer seeds are tried."""
-_PATIENCE = 4
-"""Further runs, each with other random moves, where those that gain nothing end so far above the goal."""
+_RESTARTS = 3
+"""How often annealing begins anew where what gains nothing more is so far above the goal."""
 
 
 _CHECKPOINTS = tuple(checkpoint.Options(depth, selective) for depth in (1, 2) for selective in (False, True))
@@ -181,31 +181,37 @@ class _Runs:
         self.size = max(_LEAST * ops, min(_CALLS * ops, _MOST))
 
     def until_no_gain(self) -> None:
-        idle = 0
-        while not self.search.ended:
-            before = self.search.best
-            self.search.take(self._one())
-            if self.search.gained(before) and not (self.count > 1 and self._slowed(before)):
-                idle = 0
-            elif idle < _PATIENCE and self.search.options.dear and self.search.far:
-                idle += 1
-            else:
-                return
+        """Annealing from the best as long as that gains; far from the goal also from where the first run began, by
+        other moves, in two runs each time: what a run comes down to depends on them by chance."""
+        search, start = self.search, self.search.best
+        while not search.ended:
+            before = search.best
+            search.take(self._one(before))
+            if not search.gained(before) or (self.count > 1 and self._slowed(before)):
+                break
+        for _ in range(_RESTARTS):
+            here = start
+            for growth in (1, _GROWTH):
+                if search.ended or not (search.options.dear and search.far):
+                    return
+                made = list(self._one(here, growth))
+                here = best_of((here, *made))
+                search.take(made)
 
     def _slowed(self, before: Decision) -> bool:
         """Whether the last run gained a small part of what is left to the goal: the next one would hardly gain."""
         now, goal = self.search.best, self.search.options.goal
         return before.met and before.extra - now.extra < _SLOW * (now.extra - goal)
 
-    def _one(self) -> Iterator[Decision]:
+    def _one(self, start: Decision, growth: int = 0) -> Iterator[Decision]:
         search, problem = self.search, self.search.problem
-        size = self.size * (_GROWTH if self.count else 1)
+        size = self.size * (growth or (_GROWTH if self.count else 1))
         heat = min(_HOTTEST, _HEAT / len(problem.gaps))
         work, seconds = search.share(size, 0.9)
         seed = search.options.seed + self.count
         self.count += 1
         run = problem.engine.anneal(
-            problem.groups, *problem.isomorphic_layers, search.budget, search.best.evict, heat, size, work, seconds,
+            problem.groups, *problem.isomorphic_layers, search.budget, start.evict, heat, size, work, seconds,
             seed, search.progress,
         )  # fmt: skip
         found = search.spend(problem.decision(run))

@@ -2,21 +2,19 @@
 
 `lower` is the one lowering of decisions that are not bits for the engine (`EvictionProblem.lower` has those of any);
 `decide` says what they cost. Passes over steps: `drop_dead_copies`; for ops that draw random numbers,
-`pure_random_ops` before planning and `save_random_states` after it; and for ops that run once for each kind of
-result, `divided` before planning and `undivided` after it.
+`pure_random_ops` before planning and `save_random_states` after it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from tightship import _core
-from tightship.analysis.bounds import replayable
 from tightship.analysis.packing import Packing
 from tightship.errors import BadInput
 from tightship.graph import Graph
@@ -28,16 +26,14 @@ __all__ = [
     "Run",
     "Transfer",
     "decide",
-    "divided",
-    "divisible",
     "drop_dead_copies",
+    "drop_dead_runs",
     "fewest",
     "longest_transfers",
     "lower",
     "overlap",
     "pure_random_ops",
     "save_random_states",
-    "undivided",
 ]
 
 
@@ -271,6 +267,69 @@ def drop_dead_copies(steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(out)
 
 
+def drop_dead_runs(graph: Graph, steps: Sequence[Step], chained: Collection[int] = ()) -> tuple[Step, ...]:
+    """The same steps without runs of which nothing is read before the op runs again: that run makes all there is to
+    read, and is the first one then. A search that lets a result go until the end has made it in vain where its op
+    stands in the order. Ops that others wait for (``chained``, too) keep their place."""
+    if any(step.waits for step in steps):  # what copies wait for stays
+        return tuple(steps)
+    uses = graph.uses
+    tied = {c for k, op in enumerate(graph.ops) if op.control for c in (k, *op.control)}.union(chained)
+    run_next: dict[int, int] = {}
+    read_next: dict[int, int] = {}
+    dead: dict[int, int] = {}  # a run in vain -> the next one of its op
+    for i in range(len(steps) - 1, -1, -1):
+        step, k = steps[i], steps[i].op
+        if step.kind not in ("compute", "recompute"):
+            if step.kind != "free" or step.form != "full":
+                read_next.update((s, i) for s in step.storages)
+            continue
+        then = run_next.get(k, -1)
+        made = step.storages if step.kind == "recompute" else uses.defines[k]
+        moves = then >= 0 and k not in tied and not step.reuses and not step.saves and _only_makes(graph, k)
+        if moves and all(read_next.get(s, len(steps)) > then for s in made):
+            dead[i] = then
+            continue
+        run_next[k] = i
+        read_next.update((s, i) for s in (*uses.reads[k], *uses.mutates[k]))
+    return _without(graph, steps, dead) if dead else tuple(steps)
+
+
+def _only_makes(graph: Graph, k: int) -> bool:
+    """Whether an op does nothing but make storages."""
+    op, made = graph.ops[k], graph.uses.defines[k]
+    return op.pure and not graph.uses.mutates[k] and all(graph.values[v].storage in made for v in op.outputs)
+
+
+def _without(graph: Graph, steps: Sequence[Step], dead: Mapping[int, int]) -> tuple[Step, ...]:
+    """The steps without some runs and what frees what they made; what was to stay of it stays of the next run."""
+    ran: set[int] = set()
+    gone: dict[int, int] = {}  # what is not there, though it was -> the run that makes it
+    out: list[Step] = []
+    for i, step in enumerate(steps):
+        made = graph.uses.defines[step.op] if step.op >= 0 else ()
+        if i in dead:
+            gone.update((s, dead[i]) for s in (step.storages if step.kind == "recompute" else made))
+        elif step.kind == "free" and step.form == "full":
+            left = tuple(s for s in step.storages if gone.pop(s, None) is None)
+            out += [replace(step, storages=left)] if left else []
+        elif step.kind == "recompute":
+            stays = tuple(s for s in made if s in step.storages or gone.get(s) == i)
+            rest = tuple(s for s in made if s not in stays)
+            if step.op in ran:
+                out.append(replace(step, storages=stays))
+            else:
+                out.append(replace(step, kind="compute", storages=()))
+                out += [Step("free", storages=rest)] if rest else []
+        else:
+            out.append(step)
+        if i not in dead and step.kind in ("compute", "recompute"):
+            ran.add(step.op)
+            for s in made:
+                gone.pop(s, None)
+    return tuple(out)
+
+
 def _renumber(waits: Iterable[int], index: Sequence[int]) -> tuple[int, ...]:
     return tuple(index[w] for w in waits if index[w] >= 0)
 
@@ -313,82 +372,3 @@ def save_random_states(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
             index[i] = len(out)  # a copy that waits for the op may take the state's bytes
             out.append(Step("free", op=step.op, form="state"))
     return tuple(out)
-
-
-def divisible(graph: Graph) -> tuple[int, ...]:
-    """Ops worth running twice, once for what later ops read and once for results that stay until the end, as a
-    convolution's backward makes both: their results are larger than what they read. Those that leave the most bytes
-    for each second come first."""
-    uses, size = graph.uses, graph.columns.size
-    waited = set(graph.columns.control[1].tolist())
-    gains = {}
-    for k in sorted({uses.definer[s] for s in graph.kept} - {-1}):
-        op, made = graph.ops[k], uses.defines[k]
-        later = [s for s in made if s in graph.kept]
-        if not later or len(later) == len(made) or not op.pure or op.control or k in waited or op.calls:
-            continue
-        own = all(graph.values[v].storage in made for v in op.outputs)
-        if (
-            uses.mutates[k]
-            or not own
-            or not all(len(uses.writers[s]) == 1 and replayable(graph, s) for s in made)
-        ):
-            continue
-        left = int(size[later].sum()) - sum(int(size[s]) for s in uses.reads[k] if s not in graph.static)
-        if left > 0:
-            gains[k] = left / max(op.time, 1e-12)
-    return tuple(sorted(gains, key=lambda k: (-gains[k], k)))
-
-
-def divided(graph: Graph, ops: Collection[int]) -> tuple[Graph, tuple[int, ...]]:
-    """The graph with two ops for each of ``ops``: the first makes what does not stay until the end, the second what
-    does; either one takes the time and the memory of the whole. And the op that each op stands for."""
-    uses, size, made, stands = graph.uses, graph.columns.size, [], []
-    place = np.cumsum([0, *(1 + (k in ops) for k in range(len(graph.ops)))])  # of each op's first part
-    for k, op in enumerate(graph.ops):
-        op = replace(op, control=tuple(int(place[c]) for c in op.control))
-        if k not in ops:
-            made.append(op)
-            stands.append(k)
-            continue
-        for late in (False, True):
-            others = sum(int(size[s]) for s in uses.defines[k] if (s in graph.kept) != late)
-            part = replace(
-                op,
-                outputs=tuple(v for v in op.outputs if (graph.values[v].storage in graph.kept) == late),
-                workspace=op.workspace + others,
-                requests=(),
-                overwrites=tuple(pair for pair in op.overwrites if (pair[1] in graph.kept) == late),
-            )
-            made.append(part)
-            stands.append(k)
-    return graph.with_ops(tuple(made)), tuple(stands)
-
-
-def undivided(graph: Graph, parts: Graph, stands: Sequence[int], steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps of a `divided` graph ``parts`` as steps of the graph: of two parts the first to run is the op's run,
-    after which the other one's results leave; the second one is a recomputation. One right after the other, they are
-    one run."""
-    defines, made = graph.uses.defines, parts.uses.defines
-    ran: dict[int, int] = {}  # op -> the part that ran first
-    whole: list[Step] = []
-    index: list[int] = []  # of each step in ``whole``
-    freed = -1  # the step that freed what the op of the last run made besides
-    for step in steps:
-        index.append(len(whole))
-        if step.kind not in ("compute", "recompute"):
-            whole.append(replace(step, waits=_renumber(step.waits, index)))
-            continue
-        k, own, kind = stands[step.op], made[step.op], step.kind
-        first = ran.setdefault(k, step.op)
-        if kind == "compute" and first != step.op:
-            if freed == len(whole) - 1 and whole[freed - 1].op == k and not step.reuses:
-                whole.pop()  # all of it stays
-                index[-1] = len(whole) - 1
-                continue
-            step, kind = replace(step, storages=own), "recompute"
-        whole.append(replace(step, kind=kind, op=k, waits=_renumber(step.waits, index)))
-        if kind == "compute" and len(own) < len(defines[k]):
-            freed = len(whole)
-            whole.append(Step("free", storages=tuple(s for s in defines[k] if s not in own)))
-    return tuple(whole)

@@ -136,7 +136,6 @@ class EvictionProblem:
     ``host``: bytes that may be copied out at once. ``chained``: ops that keep their place for a reason the graph does
     not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason.
     ``in_place``: results take the places of inputs wherever ops allow it and nothing needs those any more.
-    ``stands``: of a graph with parts of ops (`lowering.divided`), the op that each one stands for.
     ``deep``: for less memory, at a price or none: what an op reads is recomputed in the order of `deepest_first`, not
     in the op's own, and what an op made of something that is written over later may be recomputed until then.
     ``brief``: for still less, what several recomputations read does not wait for all of them."""
@@ -150,7 +149,6 @@ class EvictionProblem:
     chained: tuple[int, ...] = ()
     stuck: frozenset[int] = frozenset()
     in_place: bool = True
-    stands: tuple[int, ...] = ()
     deep: bool = False
     brief: bool = False
 

@@ -238,6 +238,7 @@ class _LifeRecorder(Recorder):
     """A recorder of loops: what the code finds outside of model and batch was there before and stays, each storage
     once; but memory of others (an array of NumPy's) lives from its first use until nobody has a tensor on it."""
 
+    splits = False  # eager holds what both gradients read and make together
     tape: _LifeTape
     sparse: LoopSparse
 

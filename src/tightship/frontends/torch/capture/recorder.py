@@ -35,6 +35,9 @@ class Recorder(compat.TorchDispatchMode):
     Raises ``Unsupported``, with op, module and source line, where the program depends on data it does not have.
     """
 
+    splits = True
+    """Whether gradients that kernels of their own compute are ops of their own."""
+
     def __init__(self, tape: Tape, fake: Any, tracker: Tracker) -> None:
         super().__init__()
         self.tape = tape
@@ -93,8 +96,18 @@ class Recorder(compat.TorchDispatchMode):
             return self._decomposed(fn, args, kwargs)
         if self.phase == "backward" and (out := self.sparse.instead(fn, args, kwargs)) is not NotImplemented:
             return out
+        if fn is _CONVOLUTION_BACKWARD and self.splits and all(args[-1][:2]):
+            return self._one_gradient_each(args)
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is no code of the step's
             return self._recorded(fn, args, kwargs)
+
+    def _one_gradient_each(self, args: Any) -> Any:
+        """A convolution's gradient that goes on, and by an op of its own that of its weights: PyTorch computes them
+        by two kernels one after the other, so that the numbers are the same, and each can run when there is room."""
+        *rest, (_, weights, bias) = args
+        with self:
+            onward, _, _ = _CONVOLUTION_BACKWARD(*rest, [True, False, False])
+            return (onward, *_CONVOLUTION_BACKWARD(*rest, [False, weights, bias])[1:])
 
     def _recorded(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()
@@ -248,6 +261,7 @@ def _device(args: Any) -> str:
 # ops that follow, and so the bits. Each call with new metadata is therefore run once, on zeros, and believed.
 
 _DEVICE = torch.ops.prim.device.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
 _MATRIX_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
