@@ -41,7 +41,7 @@ __all__ = [
 
 MOST = 200
 _SLACK = 30
-"""By what part of it the least budget grows until there is a plan, with a place for everything."""
+"""By what part of it the least budget grows where what was reached is not met again."""
 _FAR = 4
 """By what part of it at most where a search says what would have been enough."""
 _GAIN = 0.01
@@ -234,7 +234,8 @@ class _Search:
         full = needs(self.made[0])
         least = self.made[0].lower_bound
         while len(self.made) == 1 and least < full:
-            least = max(self.at(least, "the least memory"), least + least // _SLACK)
+            reached = self.at(least, "the least memory")
+            least = reached if reached > least else least + least // _SLACK
         least = needs(self.made[-1])
         yield least
         for j in range(points - 2):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from support.strategies import random_graph
+from tightship.analysis.order import is_legal
 from tightship.graph import Graph
 from tightship.plan import Step
 from tightship.planners import run
@@ -54,14 +55,16 @@ def test_plans_without_runs_in_vain_are_legal_and_no_worse(seed: int, means: tup
         assert after.peak <= before.peak and after.time <= before.time + 1e-12
         assert verify(graph, run.decision_plan(graph, kept, after)) == []
         assert drop_dead_runs(graph, kept) == kept
-        if means == ("recompute",) and not any(step.reuses for step in steps):
-            held = any(op.control for op in graph.ops)
-            assert held or in_vain(graph, kept) == 0
+        assert is_legal(graph, tuple(step.op for step in kept if step.kind == "compute"))
 
 
 def test_there_are_such_runs_in_what_searches_decide() -> None:
-    found = [in_vain(graph, steps) for seed in range(30) for graph, steps in plans(seed, ("recompute",))]
-    assert sum(found) > 0
+    rows = [(graph, steps) for seed in range(30) for graph, steps in plans(seed, ("recompute",))]
+    before = sum(in_vain(graph, steps) for graph, steps in rows)
+    after = sum(in_vain(graph, drop_dead_runs(graph, steps)) for graph, steps in rows)
+    assert (
+        after < before
+    )  # what is left reads what is written over later, or takes the place of what it reads
 
 
 def test_a_result_that_stays_of_a_run_in_vain_stays_of_the_next_one() -> None:

@@ -286,7 +286,7 @@ def drop_dead_runs(graph: Graph, steps: Sequence[Step], chained: Collection[int]
             continue
         then = run_next.get(k, -1)
         made = step.storages if step.kind == "recompute" else uses.defines[k]
-        moves = then >= 0 and k not in tied and not step.reuses and not step.saves and _only_makes(graph, k)
+        moves = then >= 0 and k not in tied and not step.reuses and not step.saves and _moves(graph, k)
         if moves and all(read_next.get(s, len(steps)) > then for s in made):
             dead[i] = then
             continue
@@ -295,10 +295,17 @@ def drop_dead_runs(graph: Graph, steps: Sequence[Step], chained: Collection[int]
     return _without(graph, steps, dead) if dead else tuple(steps)
 
 
-def _only_makes(graph: Graph, k: int) -> bool:
-    """Whether an op does nothing but make storages."""
-    op, made = graph.ops[k], graph.uses.defines[k]
-    return op.pure and not graph.uses.mutates[k] and all(graph.values[v].storage in made for v in op.outputs)
+def _moves(graph: Graph, k: int) -> bool:
+    """Whether an op does nothing but make storages, from what is not written to any more: it may run later in every
+    order that bounds know of."""
+    op, uses = graph.ops[k], graph.uses
+    last = all(n == len(uses.writers[s]) for s, n in zip(uses.reads[k], uses.needs[k], strict=True))
+    return (
+        op.pure
+        and not uses.mutates[k]
+        and last
+        and all(graph.values[v].storage in uses.defines[k] for v in op.outputs)
+    )
 
 
 def _without(graph: Graph, steps: Sequence[Step], dead: Mapping[int, int]) -> tuple[Step, ...]:
