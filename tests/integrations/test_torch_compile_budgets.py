@@ -138,3 +138,24 @@ def _limit(call):
     from tightship.integrations.torch_compile import compiled_session
 
     return compiled_session(call).ledger._training.limit
+
+
+def wide():
+    """Gradients take as many bytes as what is saved for the backward pass."""
+    torch.manual_seed(0)
+    rows = [row for _ in range(6) for row in (nn.Linear(256, 256), nn.Tanh(), nn.LayerNorm(256))]
+    return nn.Sequential(nn.Linear(16, 256), *rows, nn.Linear(256, 1))
+
+
+@pytest.mark.parametrize("arena", [True, False])
+def test_where_an_arena_costs_recomputation_the_heap_is_taken(arena):
+    """An arena keeps what it spans while the gradients lie beside it; on the heap what is saved makes room for them."""
+    model, other = wide(), wide()
+    call = compiled(model, budget="85%", arena=arena)
+    for k in range(3):
+        assert equal(step(call, model, batch(400, k)), step(other, other, batch(400, k)))
+    (planned,) = compiled_plans(call)
+    plan = planned.plan
+    assert plan.count("recompute") <= 4 and plan.arena == 0 and plan.peak <= plan.budget
+    assert planned.last.measured_peak == plan.peak and planned.last.misses == 0
+    assert any("with an arena it would take" in n for n in planned.notes) == arena

@@ -33,6 +33,7 @@ from tightship.execute import allocator
 from tightship.execute.interpreter import Fallback
 from tightship.execute.prepared import plan_on_heap
 from tightship.execute.profile import profile
+from tightship.execute.script import device_of
 from tightship.frontends.torch import compat, compat_compile, compat_distributed
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
@@ -70,6 +71,10 @@ _RESOLVED = (
     "the budget is a percentage of the first training step: begin with the largest kind of batch, give bytes, or "
     "give models that are compiled apart options of their own"
 )
+
+
+_SLOWER = 0.01
+"""By what part of the unplanned time a plan with an arena may be slower than one on the heap."""
 
 
 _BUCKETS = (
@@ -576,18 +581,34 @@ class _Compilation:
 
     def _plan_within(self, graph: Graph, limit: int | None) -> Plan:
         """With an arena, unless one (and results beside it) needs more than the budget although the peak
-        does not."""
+        does not, or, on the CPU, only fits with more recomputation."""
         options, notes = self._planner_options_here(graph)
         # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
         left = seconds_left(options.seconds, time.perf_counter() - self.began)
         options = replace(options, reuse=False, seconds=left)
+        arena = self.options.arena
         try:
-            plan = default_plan(graph, limit, replace(options, place=self.options.arena))
+            plan = default_plan(graph, limit, replace(options, place=arena))
         except Infeasible as error:
-            if error.impossible or not self.options.arena:
+            if error.impossible or not arena:
                 raise
             plan = plan_on_heap(graph, limit, options)
+        else:
+            plan = self._without_arena(graph, limit, options, plan) if arena else plan
         return replace(plan, notes=(*plan.notes, *notes))
+
+    def _without_arena(self, graph: Graph, limit: int | None, options: PlannerOptions, plan: Plan) -> Plan:
+        """The plan on the ordinary heap, where that takes less time: an arena keeps what it spans while results, all
+        gradients at last, lie beside it. On the CPU alone: PyTorch's own allocators need more than is in use."""
+        least = _SLOWER * plan.time_before
+        if limit is None or plan.time <= plan.time_bound + least or device_of(graph) not in (None, "cpu"):
+            return plan
+        heap = default_plan(graph, limit, replace(options, place=False))
+        if heap.time > plan.time - least:
+            return plan
+        slower, now = (100 * (p.time / p.time_before - 1) for p in (plan, heap))
+        note = f"with an arena it would take {slower:+.1f} % time, not {now:+.1f} %: it runs on the ordinary heap"
+        return replace(heap, notes=(*heap.notes, note))
 
     def _planner_options_here(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
         """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
