@@ -149,7 +149,7 @@ def wide():
 
 @pytest.mark.parametrize("arena", [True, False])
 def test_where_an_arena_costs_recomputation_the_heap_is_taken(arena):
-    """An arena keeps what it spans while the gradients lie beside it; on the heap what is saved makes room for them."""
+    """An arena keeps what it spans while the gradients lie beside it; on the heap what is saved makes room."""
     model, other = wide(), wide()
     call = compiled(model, budget="85%", arena=arena)
     for k in range(3):
