@@ -163,3 +163,45 @@ def test_a_tuple_that_cannot_be_iterated():
     model = mlp()
     model.kind = Silent((1, 2))
     return Loop(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), sgd(model))
+
+
+# --- questions about what a step writes to ---
+
+
+@identical(plans=2)
+def test_a_question_about_a_batch_that_is_written_to():
+    """Labels are masked in place first, and whether anything is masked is asked then."""
+    model = mlp()
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        x, labels = batch
+        labels.masked_fill_(labels == -100, 0)
+        weight = None if not labels.eq(0).any() else torch.tensor([0.5, 1.0, 1.0])
+        return F.cross_entropy(model(x), labels, weight=weight)
+
+    def batch(k: int) -> Batch:
+        g = torch.Generator().manual_seed(k)
+        x, labels = torch.randn(6, 4, generator=g), torch.randint(1, 3, (6,), generator=g)
+        labels[0] = -100 if k % 3 == 1 else 1
+        return x, labels
+
+    return Loop(model, loss, sgd(model), batch=batch)
+
+
+class Warming(nn.Module):
+    """Counts its batches in a buffer, and does something else at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.layer(x if self.seen > 3 else x.clamp(-1, 1))
+
+
+@identical(plans=2)
+def test_a_question_about_a_buffer_that_every_step_writes_to():
+    model = Warming()
+    return Loop(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), adam(model))

@@ -450,6 +450,12 @@ class Questions:
         tape = self._tape
         needed, sources = self._slice(wanted, fn, origin)
         drawn = any(r.random for r in needed)
+        written = {s for r in needed for s in r.writes}
+        for v, role, key in sources:
+            # A buffer that every step writes to has another number in each: worth plans for two answers alone.
+            asked_of = role == "input" or self._is_truth(wanted)
+            if tape.storage(v) in written and not (asked_of and _copies_as_it_lies(tape.real[v])):
+                raise unsupported(fn, origin, f"its data comes from {role} {key}")
         values, asked = tape.values, {v: (role, key) for v, role, key in sources}
         used = {*wanted, *(v for r in needed for v in (*r.reads, *r.results) if v >= 0)}
         bases = {s: tape.storages[s].base for s in {tape.storage(v) for v in used}}
@@ -458,6 +464,7 @@ class Questions:
 
         def ask(tensors: Tensors) -> Any:
             given = {v: tensors[key] for v, key in asked.items()}
+            given |= {v: t.clone() for v, t in given.items() if tape.storage(v) in written}
             with torch.no_grad(), random_state_before() if drawn else nullcontext():
                 found = evaluate(needed, values, bases, given, [*wanted, *(bases[s] for s in small)])
                 for s, tensor in zip(small, found[len(wanted) :], strict=True):
@@ -545,10 +552,9 @@ class Questions:
                 raise _made_by(r, fn, origin)
             needed.append(k)
             need({tape.storage(v) for v in r.reads}, k)
-        written = {s for k in needed for s in tape.records[k].writes}
         sources = []
         for v, role, key in tape.slots_of(needed_storages):
-            if role in ("parameter", "state") or tape.storage(v) in written or v not in tape.real:
+            if role in ("parameter", "state") or v not in tape.real:
                 raise unsupported(fn, origin, f"its data comes from {role} {key}")
             sources.append((v, role, key))
         return self._with_draws(needed[::-1], fn, origin), sources
@@ -591,6 +597,11 @@ class Questions:
         """Whether the step is captured to be run on what it was captured of."""
         real = self._tape.real
         return any(v in real for v, role, _ in self._tape.slots if role != "constant")
+
+
+def _copies_as_it_lies(tensor: torch.Tensor) -> bool:
+    """Whether a copy of a tensor has its strides: one without gaps, and without elements that share memory."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _made_by(r: Record, fn: Any, origin: Origin) -> Unplannable:
