@@ -93,6 +93,86 @@ def test_a_number_that_changes_the_ops_is_captured_and_not_planned_twice(count):
     assert count.plans <= 3  # some, none, and all dropped
 
 
+def in_steps(loss_fn, count, batches):
+    """Captures once ``loss_fn`` has been fitted to the first batch, with everything as in eager."""
+    model, other = net(), net()
+    other.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    step = fitted(model, loss_fn, batches[0], planner=count.planner)
+    captures = []
+    for k, pair in enumerate(batches):
+        torch.manual_seed(k)
+        loss = step(pair)
+        captures.append(count.captures)
+        torch.manual_seed(k)
+        optimizer.zero_grad()
+        expected = loss_fn(other, pair)
+        expected.backward()
+        optimizer.step()
+        assert torch.equal(loss, expected)
+        assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+    return captures
+
+
+def masked(k, rows=6):
+    """A batch of which another number of labels count each time."""
+    x, y = (t[:rows] for t in batch(k))
+    return x, y.masked_fill(torch.arange(rows) <= k % 4, -100)
+
+
+def counted(pair):
+    return (pair[1] != -100).sum().item()
+
+
+def by_count(model, pair):
+    return F.cross_entropy(model(pair[0]), pair[1], reduction="sum") / counted(pair)
+
+
+def as_tensor(model, pair):
+    return F.cross_entropy(model(pair[0]), pair[1], reduction="sum") / torch.tensor(float(counted(pair)))
+
+
+def by_scale(model, pair):
+    return F.cross_entropy(model(pair[0]) / float(pair[0].std()), pair[1])
+
+
+def drawn(model, pair):
+    return F.cross_entropy(model(pair[0]), pair[1]) * torch.randint(1, 9, ()).item()
+
+
+@pytest.mark.parametrize("loss_fn", [by_count, as_tensor, by_scale, drawn])
+def test_a_number_that_the_batch_says_is_neither_captured_nor_planned_again(count, loss_fn):
+    assert in_steps(loss_fn, count, [masked(k) for k in range(8)]) == [1] * 8
+    assert count.plans == 1
+
+
+def test_a_branch_on_such_a_number_is_captured_where_it_goes_another_way(count):
+    def loss_fn(model, pair):
+        out = model(pair[0])
+        if counted(pair) < 4:
+            out = out.tanh()
+        return F.cross_entropy(out, pair[1], reduction="sum") / counted(pair)
+
+    captures = in_steps(loss_fn, count, [masked(k) for k in (0, 1, 2, 3, 0, 1, 3, 2)])
+    assert captures == [1, 1, 2, 2, 2, 2, 2, 2] and count.plans == 2
+
+
+def test_kinds_that_take_turns_keep_such_numbers_of_their_own(count):
+    captures = in_steps(by_count, count, [masked(k, 6 if k % 3 else 5) for k in range(9)])
+    assert captures[-1] <= 3 and count.plans == 2
+
+
+def test_what_is_asked_by_such_a_number_is_asked_again(count):
+    """How many are above the mean depends on the mean, which is a number to the code."""
+
+    def loss_fn(model, pair):
+        mean = pair[0].mean().item()
+        return F.cross_entropy(model(pair[0]), pair[1]) / (1 + (pair[0] > mean).sum().item())
+
+    in_steps(loss_fn, count, [batch(k) for k in range(5)])
+    assert count.plans == 1
+
+
 def test_whole_numbers_that_shape_are_told_from_numbers_that_multiply(count):
     rows = [6]
 

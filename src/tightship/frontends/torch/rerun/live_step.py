@@ -542,6 +542,8 @@ class _Code:
     def renumbered(self) -> dict[int, tuple[Any, ...]] | None:
         """The numbers of this step by op of the program, if nothing but numbers differs and that is all it takes."""
         rerun, trace = self.rerun, self.rerun.trace
+        if not trace.repeats and not rerun.actual:
+            rerun.take_numbers()
         if not rerun.actual or trace.repeats:
             return None
         found = trace.renumbering.changes(trace.program, trace, rerun.actual, rerun.number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ class Rerun(TorchFunctionMode):
     ``batch_of`` puts a trace's stand-ins in the batch's place, ``read`` gives the caller's own tensors to guards.
 
     Afterwards ``trace`` is what was followed or written. ``execution`` is there where something had to be captured;
-    ``actual`` holds the arguments of calls with other numbers, ``bound`` the constants of this step by number.
+    ``actual`` holds the arguments of calls with other numbers, ``answers`` the other numbers that data gave with what
+    their guards say, ``bound`` the constants of this step by number.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Rerun(TorchFunctionMode):
         self.trace = candidates[0] if candidates else FunctionTrace()
         self.execution = None if candidates else Execution(start(), self.trace)
         self.actual: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+        self.answers: dict[int, tuple[Any, Any]] = {}
         self.bound: dict[int, torch.Tensor] = {}
         self._at = 0
         self._inside = False
@@ -178,7 +181,7 @@ class Rerun(TorchFunctionMode):
                     continue
                 self._change_to(other)
                 try:
-                    if all(self._holds(c.guards) for c in other.calls[: self._at] if c.guards):
+                    if self._holds(_decisive(other.calls[: self._at])):
                         return self._follow(func, args, kwargs)
                 except _Differs:
                     pass
@@ -208,9 +211,22 @@ class Rerun(TorchFunctionMode):
         if state.saves or compat_capture.saving_hooks():  # only running them tells what they do
             raise _Differs
         if call.guards and (self._at in self.actual or not self._holds(call.guards)):
-            raise _Differs
-        answer = self._answer(call, func, args, kwargs)
+            answer = self._other_number(call)
+        else:
+            answer = self._answer(call, func, args, kwargs)
         self._at += 1
+        return answer
+
+    def _other_number(self, call: FunctionCall) -> Any:
+        """The number that data say now, where the answer is one."""
+        if self._at in self.actual or not call.reads_number or not call.guards[0].tells(self.actual):
+            raise _Differs
+        said = call.guards[0].answer(self._read(self.trace, self.bound))
+        try:
+            answer = type(call.answer)(said)
+        except (TypeError, ValueError, OverflowError):  # eager raises
+            raise _Differs from None
+        self.answers[self._at] = answer, said
         return answer
 
     def _answer(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
@@ -296,6 +312,9 @@ class Rerun(TorchFunctionMode):
 
     def take_numbers(self) -> None:
         """Makes the numbers of this run those of the trace."""
+        for k, (answer, said) in self.answers.items():
+            call = self.trace.calls[k]
+            call.answer, call.guards = answer, (replace(call.guards[0], expected=said),)
         for k, (func, args, kwargs) in self.actual.items():
             call = self.trace.calls[k]
             call.func = func
@@ -310,7 +329,7 @@ class Rerun(TorchFunctionMode):
             other.constants.get(n) == form(t) and n not in other.rigid for n, t in self.bound.items()
         ):
             return False
-        return self._holds([g for call in other.calls[: self._at] for g in call.guards], other)
+        return self._holds(_decisive(other.calls[: self._at]), other)
 
     def _change_to(self, other: FunctionTrace) -> None:
         known = self.trace
@@ -320,6 +339,8 @@ class Rerun(TorchFunctionMode):
             compared.alike((a.args, a.kwargs), (b.args, b.kwargs), other.index.get)
             if compared.differs and k not in self.actual:
                 self.actual[k] = (a.func, a.args, a.kwargs)
+            if a.reads_number and b.reads_number:
+                self.answers[k] = self.answers.get(k, (a.answer, a.guards[0].expected))
         self._others |= {id(t): n for n, t in enumerate(known.tensors[: self._seen_so_far()])}
         self._held.append(known)
         self.trace = other
@@ -351,6 +372,8 @@ class Rerun(TorchFunctionMode):
         with states.kept(), compat_capture.without_saving_hooks():  # calls under them are not followed
             for k, call in enumerate(known.calls[: self._at]):
                 states.set(call.state)
+                if k in self.answers:
+                    call = replace(call, answer=self.answers[k][0])
                 self._again(trace, new, call, *self.actual.get(k, (call.func, call.args, call.kwargs)))
         self.execution.capture.place(None)
         seen = {id(t): n for n, t in enumerate(known.tensors) if compat.is_fake(t)}
@@ -359,7 +382,7 @@ class Rerun(TorchFunctionMode):
         self._held.append(known)
         self.trace = trace
         self.shown.append(trace)
-        self.actual, self.bound = {}, {}
+        self.actual, self.answers, self.bound = {}, {}, {}
         return new
 
     def _again(
@@ -495,6 +518,11 @@ class Rerun(TorchFunctionMode):
             f"{name.removesuffix('.__set__')} of a parameter, buffer or constant set in a step at {origin}",
             "the step runs on stand-ins for them", "set it before the step",
         )  # fmt: skip
+
+
+def _decisive(calls: Sequence[FunctionCall]) -> list[Any]:
+    """The guards of calls that no other number satisfies."""
+    return [g for call in calls if not call.reads_number for g in call.guards]
 
 
 def _has_already(trace: FunctionTrace, tensor: torch.Tensor, data: Any) -> bool:
