@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat_distributed, scalar_lists
 from tightship.frontends.torch.compat import require_torch
 
 require_torch()
@@ -227,6 +227,25 @@ class States:
                 enter(torch.autocast(kind, enabled=False))
 
 
+@contextmanager
+def modes_asked() -> Iterator[None]:
+    """Dispatch modes see the ops that are called here, though the caller's C++ code has left them out, as
+    constructors do (``torch.FloatTensor([x[0], x[1]])``) while they turn a tensor into a number."""
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    if not left_out.has(torch._C.DispatchKey.Python):
+        yield
+        return
+    for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+        left_out = left_out.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out):
+        yield
+
+
+def has_missed_data(error: RuntimeError) -> bool:
+    """Whether code that no mode has seen has looked for the data of a tensor without."""
+    return "its data is not allocated yet" in str(error)
+
+
 # --- ops that read data by themselves -------------------------------------------------------------------------
 # The ops of packed sequences read the batch size of each step from memory, in C++, where a tensor without data has
 # none. What they are made of is called here instead, by the rules of ATen/native/PackedSequence.cpp and RNN.cpp.
@@ -246,7 +265,7 @@ class DataReaders:
         if name == "_pad_packed_sequence":
             return lambda *args: _padded(self._contents, *args)
         if name not in _PACKED and name != "tensor_split":
-            return func
+            return scalar_lists.instead(func)
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if name in _PACKED and args[0].is_cuda and torch.backends.cudnn.enabled:
@@ -268,10 +287,10 @@ class DataReaders:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Packed sequences, wherever modules call for them."""
-        owner: Any = torch._VF
+        """Packed sequences, wherever modules call for them, and tensors made of lists in which tensors are."""
+        packed = [(torch._VF, name) for name in ("_pack_padded_sequence", "_pad_packed_sequence", *_PACKED)]
         with ExitStack() as stack:
-            for name in ("_pack_padded_sequence", "_pad_packed_sequence", *_PACKED):
+            for owner, name in (*packed, *((torch, name) for name in scalar_lists.FUNCTIONS)):
                 stack.enter_context(_patched(owner, name, self.instead(getattr(owner, name))))
             yield
 

@@ -89,7 +89,7 @@ def form(tensor: torch.Tensor) -> Form:
     """What a program depends on beside a constant's contents: another tensor of the same form can stand for it."""
     nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else -1
     strides = (tuple(tensor.stride()), tensor.storage_offset()) if nbytes >= 0 else ()
-    flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+    flags = tensor.requires_grad, tensor.grad_fn is not None, tensor.is_conj(), tensor.is_neg()
     return type(tensor), tensor.dtype, tuple(tensor.shape), strides, nbytes, str(tensor.device), flags
 
 
@@ -511,12 +511,18 @@ class Execution:
 
         self.capture.asking(len(self.trace.calls))
         try:
-            with self.capture.executing(), self._inner(func):
+            with self.capture.executing(), self._inner(func), compat_capture.modes_asked():
                 made = self.capture.instead(func)
                 out = made(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs)))
         except RuntimeError as error:
             if self.capture.recorder.refusal is not None:
                 raise self.capture.recorder.refusal from error
+            if compat_capture.has_missed_data(error):
+                raise Unplannable(
+                    f"{name_of(func)} of a tensor in a step at {self.capture.origin()}",
+                    "it reads contents that are there only when the step has run",
+                    "hand the tensor back as a result and look at it there",
+                ) from error
             raise
         return map_tensors(self._seen, out)
 
