@@ -680,6 +680,71 @@ def test_weights_clipped_in_the_loss():
     return Loop(model, loss_fn, sgd(model))
 
 
+# --- graphs that were made outside of the step: eager's backward pass goes on into them ---------------------------
+
+OUTSIDE = "a backward pass through a tensor that was made outside of the step"
+
+
+@refused(OUTSIDE, step=-1)
+def test_outputs_made_outside_of_the_step_as_the_batch():
+    model = mlp()
+    return Loop(model, plain_loss_of_outputs, sgd(model), batch=lambda k: (model(pairs(k)[0]), pairs(k)[1]))
+
+
+def plain_loss_of_outputs(model, batch):
+    return cross_entropy(batch[0], batch[1])
+
+
+@refused(OUTSIDE, step=-1)
+def test_outputs_that_the_model_has_kept_from_outside_of_the_step():
+    """As policies keep the log probabilities of an episode."""
+    model = mlp()
+    model.saved = []
+
+    def before(k):
+        model.saved[:] = [model(x).log_softmax(0) for x in pairs(k)[0]]
+
+    before(0)
+
+    def loss_fn(model, batch):
+        return cross_entropy(torch.stack(model.saved), batch[1]) + plain_loss(model, batch)
+
+    return Loop(model, loss_fn, sgd(model), before=before)
+
+
+@refused(OUTSIDE, step=3)
+def test_a_constant_that_becomes_the_output_of_another_model():
+    model, other = mlp(), nn.Linear(4, 4)
+    now = {"shift": torch.zeros(6, 4, requires_grad=True)}
+
+    def before(k):
+        if k == 3:
+            now["shift"] = other(pairs(k)[0])
+
+    return Loop(model, lambda m, b: cross_entropy(m(b[0] + now["shift"]), b[1]), sgd(model), before=before)
+
+
+@refused(OUTSIDE, step=3)
+def test_a_batch_that_becomes_the_output_of_another_model():
+    model, other = mlp(), nn.Linear(4, 4)
+
+    def batch(k):
+        x, y = pairs(k)
+        return (other(x) if k == 3 else x.requires_grad_()), y
+
+    return Loop(model, plain_loss, sgd(model), batch=batch)
+
+
+@identical()
+def test_outputs_of_another_model_whose_graph_is_left_out():
+    model, other = mlp(), nn.Linear(4, 4)
+
+    def loss_fn(model, batch):
+        return cross_entropy(model(batch[0].detach()), batch[1])
+
+    return Loop(model, loss_fn, sgd(model), batch=lambda k: (other(pairs(k)[0]), pairs(k)[1]))
+
+
 # --- two optimizers -----------------------------------------------------------------------------------------------
 
 

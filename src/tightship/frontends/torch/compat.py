@@ -112,7 +112,7 @@ def grows_statistics(fn: Any, args: Sequence[Any]) -> bool:
 
 def become(stand_in: torch.Tensor, real: torch.Tensor, *, given: bool) -> None:
     """``stand_in``, wherever it is held, is from now on a tensor in the bytes of ``real``. Where it requires a
-    gradient it is a leaf if ``given``, otherwise made by a graph that is gone: `runs_into_the_past`."""
+    gradient it is a leaf if ``given``, otherwise made by a graph that is gone: `is_of_the_past`."""
     with torch._C.DisableTorchFunctionSubclass(), without_modes(), torch.enable_grad():
         required, new = stand_in.requires_grad, real.detach()
         if required:
@@ -137,17 +137,21 @@ class _Gone(torch.autograd.Function):
         )
 
 
-def runs_into_the_past(loss: torch.Tensor) -> bool:
-    """Whether the graph of ``loss`` leads to what an earlier step has made."""
-    seen, todo = set(), [loss.grad_fn]
+def backward_nodes(loss: torch.Tensor) -> set[Any]:
+    """The nodes of the graph of ``loss``."""
+    seen: set[Any] = set()
+    todo: list[Any] = [loss.grad_fn]
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            if node.name() == f"{_Gone.__name__}Backward":
-                return True
             todo += [n for n, _ in node.next_functions]
-    return False
+    return seen
+
+
+def is_of_the_past(node: Any) -> bool:
+    """Whether a node stands for a graph that an earlier step has made: `become`."""
+    return bool(node.name() == f"{_Gone.__name__}Backward")
 
 
 def blank_like(

@@ -128,12 +128,7 @@ class StepCapture(Capture):
         for n, g in held.items():
             self._given.parameters[n].grad = g
         self.asking(-1)
-        if any(c.grad_fn is not None for c in self.tape.constants) and compat.runs_into_the_past(loss):
-            raise Unsupported(
-                "a backward pass through a tensor that an earlier step has made",
-                "that step's backward pass has freed its graph, in eager, too",
-                "keep a tensor without a graph (detach())",
-            )  # fmt: skip
+        self._check_graph(loss)
         with torch.enable_grad(), self.executing():
             values = [self.tape.value(compat_distributed.own_part(t)) for t in (*results, loss)]
             with self._stepping_in_hooks():
@@ -168,6 +163,26 @@ class StepCapture(Capture):
             return replace(captured, gradients=tuple(made))
 
         return program
+
+    def _check_graph(self, loss: torch.Tensor) -> None:
+        """Refuses a backward pass that goes on, in eager, into a graph that this step has not made."""
+        graphs = {t.grad_fn for t in self.tape.constants} - {None}
+        given = {id(t) for t in self._with_graphs}
+        if not graphs and not given:
+            return
+        nodes = compat.backward_nodes(loss)
+        if any(map(compat.is_of_the_past, nodes)):
+            raise Unsupported(
+                "a backward pass through a tensor that an earlier step has made",
+                "that step's backward pass has freed its graph, in eager, too",
+                "keep a tensor without a graph (detach())",
+            )  # fmt: skip
+        if graphs & nodes or any(id(getattr(n, "variable", None)) in given for n in nodes):
+            raise Unsupported(
+                "a backward pass through a tensor that was made outside of the step",
+                "it would go on into the graph of that tensor, whose ops the step has not made",
+                "make the tensor in the loss function, or give it without its graph (detach())",
+            )  # fmt: skip
 
     def _averaged(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Averages gradients over ranks in place, as soon as nothing else needs those of one message."""

@@ -172,6 +172,7 @@ class Capture:
         self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.changes: list[Change] = []
         self._state_values: dict[Any, int] = {}
+        self._with_graphs: list[torch.Tensor] = []  # stand-ins of tensors of the batch that a graph has made
         self.inside: Callable[[], AbstractContextManager[Any]] = (
             nullcontext  # around code of the backward pass
         )
@@ -373,6 +374,8 @@ class Capture:
             # One fake per leaf, even if two are the same tensor: in the next batch they may not be.
             fake = self._of_batch(x).requires_grad_(x.requires_grad)
             self.tape.input(fake, "input", k, f"batch.{k}", x if self.has_data else None)
+            if x.grad_fn is not None:
+                self._with_graphs.append(fake)
             return fake
 
         return _Fakes(parameters, buffers, map_leaves(leaf, self.batch))
