@@ -113,9 +113,10 @@ Seen = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextmanager
-def calls_seen(seen: Seen) -> Iterator[None]:
+def calls_seen(seen: Seen, *, within: bool = False) -> Iterator[None]:
     """``seen(function, args, kwargs)`` makes calls of autograd functions, scripted code and functional transforms,
-    and is told when autocast forgets what it has converted."""
+    and is told when autocast forgets what it has converted. ``within``: inside of such a call, where what hands back
+    functions is seen, too."""
 
     def through(owner: Any, name: str) -> Any:
         call = getattr(owner, name)
@@ -123,7 +124,8 @@ def calls_seen(seen: Seen) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(_applications_seen(seen))
-        for owner, name in (*_UNSEEN, *compat_distributed.methods_of_parts()):
+        inner = _WITHIN if within else ()
+        for owner, name in (*_UNSEEN, *inner, *compat_distributed.methods_of_parts()):
             stack.enter_context(_patched(owner, name, through(owner, name)))
         yield
 
@@ -189,6 +191,10 @@ _UNSEEN: list[tuple[Any, str]] = [
     (importlib.import_module("torch._functorch.eager_transforms"), "grad_impl"),
     (importlib.import_module("torch._functorch.eager_transforms"), "grad_and_value_impl"),
     (torch, "clear_autocast_cache"),
+]
+_WITHIN = [
+    (importlib.import_module("torch._functorch.eager_transforms"), name)
+    for name in ("_vjp_with_argnums", "_jvp_with_argnums")
 ]
 
 

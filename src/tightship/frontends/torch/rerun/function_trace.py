@@ -545,7 +545,8 @@ class Execution:
         if not isinstance(func, compat_capture.Special):
             yield
             return
-        with self.capture.swapped() if func.is_scripted else nullcontext(), Inner(self.trace, self.fakes):
+        inner = Inner(self.trace, self.fakes)
+        with self.capture.swapped() if func.is_scripted else nullcontext(), inner.with_transforms():
             yield
 
     def _seen(self, out: torch.Tensor) -> torch.Tensor:
@@ -566,13 +567,22 @@ class Inner(TorchFunctionMode):
         super().__init__()
         self._trace, self._others = trace, others
 
+    @contextmanager
+    def with_transforms(self) -> Iterator[None]:
+        """Active for functional transforms inside of the call, too, which function modes do not see."""
+        with compat_capture.calls_seen(self._call, within=True), self:
+            yield
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         def other(t: torch.Tensor) -> torch.Tensor:
             n = self._trace.index.get(id(t))
             n = self._trace.elsewhere(id(t)) if n is None else n
             return t if n is None else self._others[n]
 
-        return func(*map_tensors(other, tuple(args)), **map_tensors(other, dict(kwargs or {})))
+        return func(*map_tensors(other, tuple(args)), **map_tensors(other, dict(kwargs)))
 
 
 def unknown(where: str) -> Unplannable:
