@@ -735,6 +735,25 @@ def test_a_batch_that_becomes_the_output_of_another_model():
     return Loop(model, plain_loss, sgd(model), batch=batch)
 
 
+@identical(plans=2)
+def test_points_that_a_graph_has_made_of_no_parameter():
+    """As in nets that learn from physics: the graph is a conversion, which leads to a leaf that nobody looks at."""
+    model = mlp()
+    points = torch.rand(6, 4, dtype=torch.float64, requires_grad=True).float()
+
+    def slope(model, x):
+        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].pow(2).mean()
+
+    def loss_fn(model, batch):
+        return plain_loss(model, batch) + slope(model, batch[0]) + slope(model, points)
+
+    def batch(k):
+        x, y = pairs(k)
+        return x.requires_grad_().clone(), y
+
+    return Loop(model, loss_fn, sgd(model), batch=batch)
+
+
 @identical()
 def test_outputs_of_another_model_whose_graph_is_left_out():
     model, other = mlp(), nn.Linear(4, 4)

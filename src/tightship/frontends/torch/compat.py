@@ -137,10 +137,10 @@ class _Gone(torch.autograd.Function):
         )
 
 
-def backward_nodes(loss: torch.Tensor) -> set[Any]:
-    """The nodes of the graph of ``loss``."""
+def backward_nodes(*first: Any) -> set[Any]:
+    """The nodes of the graphs that begin with these."""
     seen: set[Any] = set()
-    todo: list[Any] = [loss.grad_fn]
+    todo = list(first)
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:

@@ -165,21 +165,23 @@ class StepCapture(Capture):
         return program
 
     def _check_graph(self, loss: torch.Tensor) -> None:
-        """Refuses a backward pass that goes on, in eager, into a graph that this step has not made."""
-        graphs = {t.grad_fn for t in self.tape.constants} - {None}
-        given = {id(t) for t in self._with_graphs}
-        if not graphs and not given:
+        """Refuses a backward pass that goes on, in eager, to parameters through a graph that this step has not made."""
+        constants = {t.grad_fn for t in self.tape.constants} - {None}
+        if not constants and not self._graphs:
             return
-        nodes = compat.backward_nodes(loss)
+        nodes = compat.backward_nodes(loss.grad_fn)
         if any(map(compat.is_of_the_past, nodes)):
             raise Unsupported(
                 "a backward pass through a tensor that an earlier step has made",
                 "that step's backward pass has freed its graph, in eager, too",
                 "keep a tensor without a graph (detach())",
             )  # fmt: skip
-        if graphs & nodes or any(id(getattr(n, "variable", None)) in given for n in nodes):
+        ends = {id(getattr(n, "variable", None)) for n in nodes}
+        graphs = (constants & nodes) | {graph for t, graph in self._graphs.items() if id(t) in ends}
+        leaves = [getattr(n, "variable", None) for n in compat.backward_nodes(*graphs)]
+        if any(isinstance(x, torch.nn.Parameter) for x in leaves):
             raise Unsupported(
-                "a backward pass through a tensor that was made outside of the step",
+                "a backward pass through a tensor that was made outside of the step from parameters",
                 "it would go on into the graph of that tensor, whose ops the step has not made",
                 "make the tensor in the loss function, or give it without its graph (detach())",
             )  # fmt: skip

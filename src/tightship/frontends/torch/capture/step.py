@@ -172,7 +172,7 @@ class Capture:
         self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.changes: list[Change] = []
         self._state_values: dict[Any, int] = {}
-        self._with_graphs: list[torch.Tensor] = []  # stand-ins of tensors of the batch that a graph has made
+        self._graphs: dict[torch.Tensor, Any] = {}  # of tensors of the batch that have one, by stand-in
         self.inside: Callable[[], AbstractContextManager[Any]] = (
             nullcontext  # around code of the backward pass
         )
@@ -375,7 +375,7 @@ class Capture:
             fake = self._of_batch(x).requires_grad_(x.requires_grad)
             self.tape.input(fake, "input", k, f"batch.{k}", x if self.has_data else None)
             if x.grad_fn is not None:
-                self._with_graphs.append(fake)
+                self._graphs[fake] = x.grad_fn
             return fake
 
         return _Fakes(parameters, buffers, map_leaves(leaf, self.batch))
