@@ -252,8 +252,12 @@ def without_modes() -> Iterator[None]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the tensor's storage: equal for tensors that share bytes, fake ones too."""
-    return int(tensor.untyped_storage()._cdata)
+    """Identity of the tensor's storage: equal for tensors that share bytes, fake ones too. A sparse tensor is one of
+    its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return int(tensor._cdata)
 
 
 def is_borrowed(tensor: torch.Tensor) -> bool:

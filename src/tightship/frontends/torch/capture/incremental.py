@@ -165,7 +165,7 @@ class StepCapture(Capture):
         return program
 
     def _check_graph(self, loss: torch.Tensor) -> None:
-        """Refuses a backward pass that goes on, in eager, to parameters through a graph that this step has not made."""
+        """Refuses a backward pass that in eager goes on to parameters through a graph that this step has not made."""
         constants = {t.grad_fn for t in self.tape.constants} - {None}
         if not constants and not self._graphs:
             return
