@@ -755,6 +755,20 @@ def test_points_that_a_graph_has_made_of_no_parameter():
 
 
 @identical()
+def test_results_written_into_a_tensor_made_by_its_class():
+    """``torch.Tensor(2, 3)`` is a constant that no function has made; what is written into it has a graph."""
+    model = mlp()
+
+    def loss_fn(model, batch):
+        rows = torch.Tensor(6, 3)
+        for k, row in enumerate(model(batch[0])):
+            rows[k] = row
+        return cross_entropy(rows, batch[1])
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@identical()
 def test_outputs_of_another_model_whose_graph_is_left_out():
     model, other = mlp(), nn.Linear(4, 4)
 

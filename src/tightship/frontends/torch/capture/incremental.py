@@ -166,8 +166,7 @@ class StepCapture(Capture):
 
     def _check_graph(self, loss: torch.Tensor) -> None:
         """Refuses a backward pass that in eager goes on to parameters through a graph that this step has not made."""
-        constants = {t.grad_fn for t in self.tape.constants} - {None}
-        if not constants and not self._graphs:
+        if not self.tape.graphs and not self._graphs:
             return
         nodes = compat.backward_nodes(loss.grad_fn)
         if any(map(compat.is_of_the_past, nodes)):
@@ -177,7 +176,7 @@ class StepCapture(Capture):
                 "keep a tensor without a graph (detach())",
             )  # fmt: skip
         ends = {id(getattr(n, "variable", None)) for n in nodes}
-        graphs = (constants & nodes) | {graph for t, graph in self._graphs.items() if id(t) in ends}
+        graphs = (self.tape.graphs & nodes) | {graph for t, graph in self._graphs.items() if id(t) in ends}
         leaves = [getattr(n, "variable", None) for n in compat.backward_nodes(*graphs)]
         if any(isinstance(x, torch.nn.Parameter) for x in leaves):
             raise Unsupported(

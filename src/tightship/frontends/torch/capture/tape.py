@@ -192,6 +192,7 @@ class Tape:
         self.records: list[Record] = []
         self.slots: list[tuple[int, str, Any]] = []
         self.constants: list[torch.Tensor] = []
+        self.graphs: set[Any] = set()  # that have made them; what the step writes to them adds no other
         self.real: dict[int, torch.Tensor] = {}
         self._value_of: dict[TapeValue, int] = {}
         self._storage_of: dict[int, int] = {}
@@ -285,6 +286,8 @@ class Tape:
             return self.value(tensor)
         k = len(self.constants)
         self.constants.append(real)
+        if real.grad_fn is not None:
+            self.graphs.add(real.grad_fn)
         return self.input(tensor, "constant", k, f"constant_{k}", real)
 
     def slots_of(self, storages: Collection[int]) -> list[tuple[int, str, Any]]:
