@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from support.harness import Loop, adam, identical, mlp, pairs, refused, sgd
+from tightship.execute.fit import fit
+from tightship.frontends.torch.missing_gradients import MissingGradients
 
 cross_entropy = functional.cross_entropy
 
@@ -776,6 +780,65 @@ def test_outputs_of_another_model_whose_graph_is_left_out():
         return cross_entropy(model(batch[0].detach()), batch[1])
 
     return Loop(model, loss_fn, sgd(model), batch=lambda k: (other(pairs(k)[0]), pairs(k)[1]))
+
+
+# --- parameters that a step leaves without a gradient: whoever steps them alone is told -----------------------------
+
+
+def lost(model, optimizer, loss_fn, others, between, **options):
+    """Trains ``model`` by ``fit``, and steps ``others``, which it does not know."""
+    options = {"cache": None, "seconds_per_op": 0.0} | options
+    step = fit(model, loss_fn, optimizer, pairs(0), **options)
+    for k in range(3):
+        optimizer.zero_grad()
+        if options.get("split"):
+            step.backward(pairs(k))
+            step.update()
+        else:
+            step(pairs(k))
+        between(k)
+        for other in others:
+            other.step()
+            other.zero_grad()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_optimizer_that_fit_does_not_know_trains_nothing_and_that_is_said(split: bool):
+    model, heat = mlp(), nn.Parameter(torch.ones(()))
+    own, other = sgd(model), torch.optim.Adam([heat])
+
+    def loss_fn(model, batch):
+        return cross_entropy(model(batch[0]) / heat, batch[1])
+
+    with pytest.warns(
+        MissingGradients, match="Adam.step changes nothing: a step of fit leaves no gradient"
+    ) as said:
+        lost(model, own, loss_fn, [other], lambda k: None, split=split)
+    assert [w.filename for w in said] == [__file__]
+
+
+def test_an_optimizer_of_a_part_of_the_model_that_fit_does_not_know():
+    model = mlp()
+    own, other = torch.optim.SGD(model[0].parameters()), torch.optim.SGD(model[3].parameters())
+    with pytest.warns(MissingGradients, match="leaves no gradient in 2 of its parameters"):
+        lost(model, own, plain_loss, [other], lambda k: None)
+
+
+def test_models_in_turns_are_not_told_of_gradients_that_nobody_wants():
+    """A critic whose parameters a step depends on, which it does not train: its own steps have gradients."""
+    model, critic = mlp(), mlp()
+    other = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+    def between(k):
+        plain_loss(critic, pairs(k)).backward()
+
+    def loss_fn(model, batch):
+        return cross_entropy(critic(batch[0] + model(batch[0]).mean()), batch[1])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MissingGradients)
+        lost(model, sgd(model), loss_fn, [other], between)
+        lost(critic, other, lambda m, b: loss_fn(model, b), [], lambda k: None)
 
 
 # --- two optimizers -----------------------------------------------------------------------------------------------

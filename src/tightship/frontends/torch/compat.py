@@ -552,7 +552,22 @@ def fused_on_meta() -> Iterator[None]:
 def optimizer_hooks(optimizer: Any) -> bool:
     """Whether somebody asked to be called around the optimizer's step, or around that of every optimizer."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+    every = [h for h in _optimizer._global_optimizer_pre_hooks.values() if h not in _watching]
+    return bool(own or every or _optimizer._global_optimizer_post_hooks)
+
+
+_watching: list[Any] = []
+
+
+def watch_steps(see: Callable[[Any, Any], None]) -> None:
+    """``see(optimizer, closure)`` before any optimizer steps, from now on. Hooks of ours do not count as such."""
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        see(optimizer, args[1] if len(args) > 1 else kwargs.get("closure"))
+
+    if not _watching:
+        _watching.append(hook)
+        _optimizer.register_optimizer_step_pre_hook(hook)
 
 
 def replaced_step(optimizer: Any) -> Any:

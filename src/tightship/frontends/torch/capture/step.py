@@ -172,7 +172,7 @@ class Capture:
         self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.changes: list[Change] = []
         self._state_values: dict[Any, int] = {}
-        self._graphs: dict[torch.Tensor, Any] = {}  # of tensors of the batch that have one, by stand-in
+        self._differentiable: dict[torch.Tensor, torch.Tensor] = {}  # tensors of the batch, by stand-in
         self.inside: Callable[[], AbstractContextManager[Any]] = (
             nullcontext  # around code of the backward pass
         )
@@ -378,8 +378,8 @@ class Capture:
             # One fake per leaf, even if two are the same tensor: in the next batch they may not be.
             fake = self._of_batch(x).requires_grad_(x.requires_grad)
             self.tape.input(fake, "input", k, f"batch.{k}", x if self.has_data else None)
-            if x.grad_fn is not None:
-                self._graphs[fake] = x.grad_fn
+            if x.requires_grad:
+                self._differentiable[fake] = x
             return fake
 
         return _Fakes(parameters, buffers, map_leaves(leaf, self.batch))
