@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from support.harness import Loop, adam, identical, mlp, pairs, refused, sgd
+from support.harness import Loop, adam, identical, mlp, pairs, refused, run, sgd
 from tightship.execute.fit import fit
 from tightship.frontends.torch.missing_gradients import MissingGradients
 
@@ -553,6 +553,60 @@ def test_a_mask_that_is_made_when_needed():
 
     model = Net()
     return Loop(model, plain_loss, sgd(model), batch=batch)
+
+
+def sizes(k):
+    x, y = pairs(k)
+    n = (4, 4, 6, 6, 5, 4, 4)[k]
+    return x[:n], y[:n]
+
+
+class Grid(nn.Module):
+    """Tables that are made when needed, which a number beside them tells: as YOLO's grids and rotary embeddings."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.layer, self.ask, self.size, self.built, self.calls = nn.Linear(4, 3), ask, 0, False, 0
+
+    def forward(self, x):
+        return self.layer(x) + self.ask(self, len(x))
+
+
+def of_that_size(grid, n):
+    if grid.size != n:
+        grid.size = n
+        grid.rows = torch.arange(n).float().view(n, 1)
+        grid.scaled = (grid.rows / n, torch.FloatTensor([1.0, n, 2.0]))
+    return grid.rows * grid.scaled[0] + grid.scaled[1]
+
+
+def of_the_largest_size(grid, n):
+    if n > grid.size:
+        grid.size = n
+        grid.rows = torch.outer(torch.arange(n).float(), torch.tensor([1.0, 0.1, 0.01])).cos()
+    return grid.rows[:n]
+
+
+def once_and_for_all(grid, n):
+    if not grid.built:
+        grid.rows, grid.built = torch.linspace(0, 1, 8).view(8, 1), True
+    return grid.rows[:n]
+
+
+def beside_a_counter(grid, n):
+    grid.calls += 1
+    grid.rows = torch.ones(n, 3).tril()
+    return grid.rows
+
+
+@pytest.mark.parametrize("ask", [of_that_size, of_the_largest_size, once_and_for_all, beside_a_counter])
+def test_tables_that_a_number_beside_them_tells(ask, measurements):
+    def build():
+        model = Grid(ask)
+        return Loop(model, plain_loss, sgd(model), batch=sizes)
+
+    verdict = run(build, measurements)
+    assert verdict.kind == "identical", verdict
 
 
 @identical(plans=None)

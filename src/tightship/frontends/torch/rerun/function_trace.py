@@ -179,7 +179,8 @@ class FunctionTrace(NotCopied):
     constants, stand-ins without data for everything else. The first ``inputs`` are parameters, buffers and, from
     ``leaves`` on, the batch's. ``constants`` gives the form of each constant; for those in ``rigid``, which share
     bytes, no other can stand. ``results`` are the numbers of what the code handed back; ``end_guards`` are what its
-    backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` has a
+    backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind,
+    ``lasting`` those attributes that stay. ``batch`` has a
     ``structure.TensorLeaf`` for each tensor of the batch, ``kept`` are the numbers of what its code keeps for later,
     which the program hands back behind the results, ``superseded`` says that another trace of the same calls
     hands back more, ``program`` what was captured, ``renumbering`` (a
@@ -201,6 +202,7 @@ class FunctionTrace(NotCopied):
     inputs: int = 0
     leaves: int = 0
     attributes: tuple[tuple[torch.nn.Module, str], ...] = ()
+    lasting: Collection[tuple[torch.nn.Module, str]] = ()
     caches: tuple[Any, ...] = ()
     end_guards: tuple[Any, ...] = ()
     batch: tuple[Any, ...] = ()

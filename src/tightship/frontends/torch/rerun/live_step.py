@@ -349,7 +349,10 @@ class _Code:
         self.captures: list[StepCapture] = []
         self.caches: list[compat_capture.GrownCaches] = []
         known = {(m, k): None for t in traces for m, k in t.attributes}
-        self.left = [Leftovers(self.model, known, owned.modules)]
+        lasting = {x for t in traces for x in t.lasting}
+        self.left = [Leftovers(self.model, known, owned.modules, lasting)]
+        if not traces:  # before the code sets anything
+            self.left.append(Leftovers(self.model))
         self.has_run = False
         self.shown: list[FunctionTrace] = []
         self.ended: Callable[[Sequence[Any]], Program] | None = None  # makes the program of a captured trace
@@ -383,7 +386,8 @@ class _Code:
         capture = StepCapture(self.model, self.batch, self.name, self.ending)
         if not self.has_run:
             self.caches.append(compat_capture.GrownCaches())
-            self.left.append(Leftovers(self.model))
+            if self.traces:
+                self.left.append(Leftovers(self.model, late=True))
         self.stack.enter_context(compat_capture.quiet_engine())
         self.stack.enter_context(capture.tracker.active())
         self.captures.append(capture)
@@ -564,6 +568,7 @@ class _Code:
         trace.batch = tuple([TensorLeaf.of(t) for t in self.leaves])
         trace.end_guards = tuple(guards)
         trace.attributes = tuple({(c.module, c.name): None for c in changes})
+        trace.lasting = {x for left in self.left for x in left.lasting}.intersection(trace.attributes)
         trace.caches = tuple(
             {id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values()
         )
