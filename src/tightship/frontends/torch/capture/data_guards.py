@@ -568,7 +568,7 @@ class Questions:
 
     def _fills(self, r: Record) -> int:
         """The caller's storage of which a record sets every byte, whatever it held; -1 for all others."""
-        target, number = (*r.args, None)[:2]
+        target, number = (*r.args, None, None)[:2]
         if _name(r) not in ("fill_", "zero_") or type(target) is not Ref or type(number) is Ref:
             return -1
         value = self._tape.values[target.value]

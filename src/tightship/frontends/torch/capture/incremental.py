@@ -109,10 +109,6 @@ class StepCapture(Capture):
     def resume(self) -> None:
         self.tracker.resume()
 
-    def random_calls(self) -> set[int]:
-        """The numbers of the calls that draw random numbers."""
-        return {r.asked for r in self.tape.records if r.random}
-
     def described(self, tensor: torch.Tensor) -> TapeValue | None:
         """What `ended` takes for a tensor of the step, if it is one whose bytes a program can hand back."""
         return self.tape.described(tensor)

@@ -97,17 +97,12 @@ def untouched(model: torch.nn.Module, changes: list[Change], *, frozen: bool = T
 
 class Leftovers:
     """Attributes of a model's modules as they are now, to be put back where Python code that ran on stand-ins has
-    left some there. ``only`` is where to look; None: everywhere. ``modules``: the model's, where they are known.
-    ``lasting`` are those that stay where the code has come to its end: it has set plain attributes of their modules,
-    too (``self.size = n; self.table = torch.arange(n)``), and may go by these, without making them again. So it is
-    taken to be where it is ``late``: the code has begun before."""
+    left some there. ``only`` is where to look; None: everywhere. ``modules``: the model's, where they are known."""
 
     def __init__(
         self, model: torch.nn.Module, only: Iterable[tuple[torch.nn.Module, str]] | None = None,
-        modules: tuple[torch.nn.Module, ...] | None = None, lasting: Iterable[tuple[torch.nn.Module, str]] = (),
-        *, late: bool = False,
+        modules: tuple[torch.nn.Module, ...] | None = None,
     ) -> None:  # fmt: skip
-        self.lasting, self._late = set(lasting), late
         self._model, self._everywhere = model, only is None
         self._all = tuple(model.modules()) if modules is None else modules
         self._buffers = {m: dict(m._buffers) for m in self._all if m._buffers}
@@ -123,30 +118,22 @@ class Leftovers:
             for m, names in wanted.items()
         ]
 
-    def remove(self, lasts: Callable[[torch.Tensor], bool] | None = None) -> list[Change]:
-        """Puts back what holds stand-ins, but where ``lasts`` is true of one of them, or of a tensor that was there
-        before; returns what that was. Other changes stay, as eager's do.
-
-        Buffers that are new stay where the code has come to its end (``lasts``): they are part of the model then.
+    def remove(self, *, finished: bool = False) -> list[Change]:
+        """Puts back what holds stand-ins, unless the code has ``finished``: what it has left is there after the step
+        then, as in eager, for code that goes by anything else it has set (``self.size = n; self.table = …``).
+        Returns what that was. Other changes stay, as eager's do.
 
         Raises ``Unplannable`` for modules that were replaced.
         """
-        gone = self._new_buffers(put_back=lasts is None)
-        if self._everywhere and lasts is not None:
-            decided = [m for m, old, _ in self._before if self._late or _is_decided(vars(m), old)]
-            self.lasting |= {(m, k) for m in decided for k in vars(m)}
+        gone = self._new_buffers(put_back=not finished)
         for m, attributes, filled in self._before:
             names = list(vars(m)) if self._everywhere else list(filled)
             for k in names:
                 new, old = vars(m).get(k), attributes.get(k)
-                stand_ins = [] if k in _MEMBERS else stand_ins_in(new)
-                if not stand_ins:
+                if k in _MEMBERS or not stand_ins_in(new):
                     continue
                 gone.append(Change(m, k, old, new))
-                before = filled.get(k) if old is new and filled.get(k) is not None else old
-                if lasts is not None and (
-                    (m, k) in self.lasting or any(map(lasts, (*stand_ins, *_tensors(before))))
-                ):
+                if finished:
                     continue
                 if old is new and filled.get(k) is not None:
                     refill(new, filled[k])
@@ -179,19 +166,6 @@ class Leftovers:
 
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-_PLAIN = (bool, int, float, str, tuple, type(None))
-
-
-def _is_decided(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether a module has another plain attribute than before."""
-    for k, new in now.items():
-        if not isinstance(new, _PLAIN) or k == "training":
-            continue
-        old = before.get(k, now)  # which no attribute is
-        same = old is new or (type(old) is type(new) and next(_tensors(new), None) is None and old == new)
-        if not same and next(_tensors(new), None) is None:
-            return True
-    return False
 
 
 def _copied(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
@@ -179,15 +179,12 @@ class FunctionTrace(NotCopied):
     constants, stand-ins without data for everything else. The first ``inputs`` are parameters, buffers and, from
     ``leaves`` on, the batch's. ``constants`` gives the form of each constant; for those in ``rigid``, which share
     bytes, no other can stand. ``results`` are the numbers of what the code handed back; ``end_guards`` are what its
-    backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind,
-    ``lasting`` those attributes that stay. ``batch`` has a
+    backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` has a
     ``structure.TensorLeaf`` for each tensor of the batch, ``kept`` are the numbers of what its code keeps for later,
     which the program hands back behind the results, ``superseded`` says that another trace of the same calls
     hands back more, ``program`` what was captured, ``renumbering`` (a
     ``numbers.Renumbering``) tells how its numbers follow. ``references`` counts who holds the tensors between runs,
-    None before the first run is over. ``made_of_constants`` are the numbers of those that no parameter, buffer,
-    random number or part of the batch has gone into; ``made_once`` are those among them that eager may make in the
-    first step only, as an attribute keeps them. ``elsewhere`` gives the number of a tensor of an earlier trace,
+    None before the first run is over. ``elsewhere`` gives the number of a tensor of an earlier trace,
     by id, which the code has been shown in this run.
     """
 
@@ -202,15 +199,12 @@ class FunctionTrace(NotCopied):
     inputs: int = 0
     leaves: int = 0
     attributes: tuple[tuple[torch.nn.Module, str], ...] = ()
-    lasting: Collection[tuple[torch.nn.Module, str]] = ()
     caches: tuple[Any, ...] = ()
     end_guards: tuple[Any, ...] = ()
     batch: tuple[Any, ...] = ()
     program: Any = None
     renumbering: Any = None
     references: list[int] | None = None
-    made_of_constants: frozenset[int] = frozenset()
-    made_once: frozenset[int] = frozenset()
     elsewhere: Callable[[int], int | None] = nowhere
 
     @property
@@ -245,26 +239,6 @@ class FunctionTrace(NotCopied):
                 for n, (a, b) in enumerate(zip(batch, self.batch, strict=True))
             )
         )
-
-    def settle_constants(self, random_calls: Collection[int]) -> None:
-        """Finds ``made_of_constants``."""
-        found = set(self.constants)
-        for k, call in enumerate(self.calls):
-            given = {self.index[id(t)] for t in tensors_in((call.args, call.kwargs))}
-            made = {self.index[id(t)] for t in tensors_in(call.answer)}
-            if given <= found and k not in random_calls:
-                found |= made
-            else:
-                found -= made
-        self.made_of_constants = frozenset(found)
-
-    def sources(self, numbers: Collection[int]) -> set[int]:
-        """The tensors of these numbers and those that they were made from."""
-        found = set(numbers)
-        for call in reversed(self.calls):
-            if found & {self.index[id(t)] for t in tensors_in(call.answer)}:
-                found |= {self.index[id(t)] for t in tensors_in((call.args, call.kwargs))}
-        return found
 
     def add(self, tensor: torch.Tensor) -> int:
         """The number of a tensor that may be new."""
