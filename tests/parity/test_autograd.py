@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from support.harness import Loop, identical, mlp, namespace, refused, sgd
+from support.harness import Loop, identical, mlp, namespace, refused, run, sgd
 
 cross_entropy = functional.cross_entropy
 
@@ -550,6 +551,43 @@ def test_vmap_over_the_model():
         return cross_entropy(torch.func.vmap(model)(batch[0]), batch[1])
 
     return Loop(model, loss_fn, sgd(model))
+
+
+TASKS = {
+    "grad": lambda loss, now, x, y: torch.func.grad(loss)(now, x, y),
+    "grad and value": lambda loss, now, x, y: torch.func.grad_and_value(loss)(now, x, y)[0],
+    "of a gradient": lambda loss, now, x, y: torch.func.grad(
+        lambda p: sum(g.pow(2).sum() for g in torch.func.grad(loss)(p, x, y).values())
+    )(now),
+    "vjp": lambda loss, now, x, y: torch.func.vjp(lambda p: loss(p, x, y), now)[1](torch.ones(()))[0],
+    "jacrev": lambda loss, now, x, y: torch.func.jacrev(loss)(now, x, y),
+}
+
+
+@pytest.mark.parametrize("verify_every", [0, 1])
+@pytest.mark.parametrize("how", TASKS)
+def test_adapted_parameters_for_each_task(how: str, verify_every: int, measurements: Any):
+    """MAML by functional transforms: code inside of one gives the model's parameters to another."""
+
+    def build():
+        model = mlp()
+
+        def loss_of(now, x, y):
+            return cross_entropy(torch.func.functional_call(model, now, (x,)), y)
+
+        def loss_fn(model, batch):
+            now = dict(model.named_parameters())
+
+            def of_task(x, y):
+                slope = TASKS[how](loss_of, now, x, y)
+                return loss_of({n: p - 0.1 * slope[n] for n, p in now.items()}, x, y)
+
+            return torch.func.vmap(of_task)(batch[0].view(2, 3, 4), batch[1].view(2, 3)).mean()
+
+        return Loop(model, loss_fn, sgd(model), steps=4)
+
+    verdict = run(build, measurements, verify_every=verify_every)
+    assert verdict.kind == "identical" and verdict.plans == 1, verdict
 
 
 @identical()

@@ -637,3 +637,30 @@ def test_clipping_in_eager():
         optimizer.step()
         optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        lambda: torch.BoolTensor(6).fill_(0),
+        lambda: torch.empty(6, dtype=torch.bool).zero_(),
+        lambda: CHOSEN.fill_(0),
+    ],
+    ids=["by its class", "empty", "outside of the step"],
+)
+def test_a_mask_that_is_filled_before_it_is_written(empty, measurements):
+    """As targets of detectors are built: what was in the mask before does not matter."""
+
+    def loss_fn(model, batch):
+        chosen = empty()
+        chosen[batch[1]] = True
+        before = chosen.sum()
+        chosen.fill_(False)
+        chosen[batch[1][:4]] = True
+        return cross_entropy(model(batch[0])[chosen], batch[1][chosen]) + before
+
+    verdict = run(lambda: Loop(model := mlp(), loss_fn, sgd(model)), measurements)
+    assert verdict.kind == "identical", verdict
+
+
+CHOSEN = torch.ones(6, dtype=torch.bool)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from support.harness import Loop, adam, identical, mlp, pairs, refused, sgd
+from support.harness import Loop, adam, identical, mlp, pairs, refused, run, sgd
+from tightship.execute.fit import fit
+from tightship.frontends.torch.missing_gradients import MissingGradients
 
 cross_entropy = functional.cross_entropy
 
@@ -551,6 +555,70 @@ def test_a_mask_that_is_made_when_needed():
     return Loop(model, plain_loss, sgd(model), batch=batch)
 
 
+def sizes(k):
+    x, y = pairs(k)
+    n = (4, 4, 6, 6, 5, 4, 4)[k]
+    return x[:n], y[:n]
+
+
+class Grid(nn.Module):
+    """Tables that are made when needed, which a number beside them tells: as YOLO's grids and rotary embeddings."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.layer, self.ask, self.size, self.built, self.calls = nn.Linear(4, 3), ask, 0, False, 0
+        self.sizes = [0]
+
+    def forward(self, x):
+        return self.layer(x) + self.ask(self, len(x))
+
+
+def of_that_size(grid, n):
+    if grid.size != n:
+        grid.size = n
+        grid.rows = torch.arange(n).float().view(n, 1)
+        grid.scaled = (grid.rows / n, torch.FloatTensor([1.0, n, 2.0]))
+    return grid.rows * grid.scaled[0] + grid.scaled[1]
+
+
+def of_the_largest_size(grid, n):
+    if n > grid.size:
+        grid.size = n
+        grid.rows = torch.outer(torch.arange(n).float(), torch.tensor([1.0, 0.1, 0.01])).cos()
+    return grid.rows[:n]
+
+
+def once_and_for_all(grid, n):
+    if not grid.built:
+        grid.rows, grid.built = torch.linspace(0, 1, 8).view(8, 1), True
+    return grid.rows[:n]
+
+
+def beside_a_counter(grid, n):
+    grid.calls += 1
+    grid.rows = torch.ones(n, 3).tril()
+    return grid.rows
+
+
+def told_elsewhere(grid, n):
+    if grid.sizes[0] != n:
+        grid.sizes[0] = n
+        grid.rows = torch.arange(n).float().view(n, 1)
+    return grid.rows
+
+
+@pytest.mark.parametrize(
+    "ask", [of_that_size, told_elsewhere, of_the_largest_size, once_and_for_all, beside_a_counter]
+)
+def test_tables_that_a_number_beside_them_tells(ask, measurements):
+    def build():
+        model = Grid(ask)
+        return Loop(model, plain_loss, sgd(model), batch=sizes)
+
+    verdict = run(build, measurements)
+    assert verdict.kind == "identical", verdict
+
+
 @identical(plans=None)
 def test_a_mask_made_when_needed_and_kept_in_a_dict():
     masks, model = {}, mlp()
@@ -680,6 +748,163 @@ def test_weights_clipped_in_the_loss():
     return Loop(model, loss_fn, sgd(model))
 
 
+# --- graphs that were made outside of the step: eager's backward pass goes on into them ---------------------------
+
+OUTSIDE = "a backward pass through a tensor that was made outside of the step"
+
+
+@refused(OUTSIDE, step=-1)
+def test_outputs_made_outside_of_the_step_as_the_batch():
+    model = mlp()
+    return Loop(model, plain_loss_of_outputs, sgd(model), batch=lambda k: (model(pairs(k)[0]), pairs(k)[1]))
+
+
+def plain_loss_of_outputs(model, batch):
+    return cross_entropy(batch[0], batch[1])
+
+
+@refused(OUTSIDE, step=-1)
+def test_outputs_that_the_model_has_kept_from_outside_of_the_step():
+    """As policies keep the log probabilities of an episode."""
+    model = mlp()
+    model.saved = []
+
+    def before(k):
+        model.saved[:] = [model(x).log_softmax(0) for x in pairs(k)[0]]
+
+    before(0)
+
+    def loss_fn(model, batch):
+        return cross_entropy(torch.stack(model.saved), batch[1]) + plain_loss(model, batch)
+
+    return Loop(model, loss_fn, sgd(model), before=before)
+
+
+@refused(OUTSIDE, step=3)
+def test_a_constant_that_becomes_the_output_of_another_model():
+    model, other = mlp(), nn.Linear(4, 4)
+    now = {"shift": torch.zeros(6, 4, requires_grad=True)}
+
+    def before(k):
+        if k == 3:
+            now["shift"] = other(pairs(k)[0])
+
+    return Loop(model, lambda m, b: cross_entropy(m(b[0] + now["shift"]), b[1]), sgd(model), before=before)
+
+
+@refused(OUTSIDE, step=3)
+def test_a_batch_that_becomes_the_output_of_another_model():
+    model, other = mlp(), nn.Linear(4, 4)
+
+    def batch(k):
+        x, y = pairs(k)
+        return (other(x) if k == 3 else x.requires_grad_()), y
+
+    return Loop(model, plain_loss, sgd(model), batch=batch)
+
+
+@identical(plans=2)
+def test_points_that_a_graph_has_made_of_no_parameter():
+    """As in nets that learn from physics: the graph is a conversion, which leads to a leaf that nobody looks at."""
+    model = mlp()
+    points = torch.rand(6, 4, dtype=torch.float64, requires_grad=True).float()
+
+    def slope(model, x):
+        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].pow(2).mean()
+
+    def loss_fn(model, batch):
+        return plain_loss(model, batch) + slope(model, batch[0]) + slope(model, points)
+
+    def batch(k):
+        x, y = pairs(k)
+        return x.requires_grad_().clone(), y
+
+    return Loop(model, loss_fn, sgd(model), batch=batch)
+
+
+@identical()
+def test_results_written_into_a_tensor_made_by_its_class():
+    """``torch.Tensor(2, 3)`` is a constant that no function has made; what is written into it has a graph."""
+    model = mlp()
+
+    def loss_fn(model, batch):
+        rows = torch.Tensor(6, 3)
+        for k, row in enumerate(model(batch[0])):
+            rows[k] = row
+        return cross_entropy(rows, batch[1])
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@identical()
+def test_outputs_of_another_model_whose_graph_is_left_out():
+    model, other = mlp(), nn.Linear(4, 4)
+
+    def loss_fn(model, batch):
+        return cross_entropy(model(batch[0].detach()), batch[1])
+
+    return Loop(model, loss_fn, sgd(model), batch=lambda k: (other(pairs(k)[0]), pairs(k)[1]))
+
+
+# --- parameters that a step leaves without a gradient: whoever steps them alone is told -----------------------------
+
+
+def lost(model, optimizer, loss_fn, others, between, **options):
+    """Trains ``model`` by ``fit``, and steps ``others``, which it does not know."""
+    options = {"cache": None, "seconds_per_op": 0.0} | options
+    step = fit(model, loss_fn, optimizer, pairs(0), **options)
+    for k in range(3):
+        optimizer.zero_grad()
+        if options.get("split"):
+            step.backward(pairs(k))
+            step.update()
+        else:
+            step(pairs(k))
+        between(k)
+        for other in others:
+            other.step()
+            other.zero_grad()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_optimizer_that_fit_does_not_know_trains_nothing_and_that_is_said(split: bool):
+    model, heat = mlp(), nn.Parameter(torch.ones(()))
+    own, other = sgd(model), torch.optim.Adam([heat])
+
+    def loss_fn(model, batch):
+        return cross_entropy(model(batch[0]) / heat, batch[1])
+
+    with pytest.warns(
+        MissingGradients, match="Adam.step changes nothing: a step of fit leaves no gradient"
+    ) as said:
+        lost(model, own, loss_fn, [other], lambda k: None, split=split)
+    assert [w.filename for w in said] == [__file__]
+
+
+def test_an_optimizer_of_a_part_of_the_model_that_fit_does_not_know():
+    model = mlp()
+    own, other = torch.optim.SGD(model[0].parameters()), torch.optim.SGD(model[3].parameters())
+    with pytest.warns(MissingGradients, match="leaves no gradient in 2 of its parameters"):
+        lost(model, own, plain_loss, [other], lambda k: None)
+
+
+def test_models_in_turns_are_not_told_of_gradients_that_nobody_wants():
+    """A critic whose parameters a step depends on, which it does not train: its own steps have gradients."""
+    model, critic = mlp(), mlp()
+    other = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+    def between(k):
+        plain_loss(critic, pairs(k)).backward()
+
+    def loss_fn(model, batch):
+        return cross_entropy(critic(batch[0] + model(batch[0]).mean()), batch[1])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MissingGradients)
+        lost(model, sgd(model), loss_fn, [other], between)
+        lost(critic, other, lambda m, b: loss_fn(model, b), [], lambda k: None)
+
+
 # --- two optimizers -----------------------------------------------------------------------------------------------
 
 
@@ -738,7 +963,7 @@ class Shifted(nn.Module):
         return self.inner(x) + self.kept
 
 
-@refused("in an attribute")
+@identical(plans=2)
 def test_a_tensor_that_is_made_once_of_a_number_that_changes():
     model = Shifted()
 
@@ -748,7 +973,7 @@ def test_a_tensor_that_is_made_once_of_a_number_that_changes():
     return Loop(model, plain_loss, sgd(model), before=before)
 
 
-@identical()
+@identical(plans=2)
 def test_a_tensor_that_is_made_once_of_a_number_that_stays():
     model = Shifted()
     return Loop(model, plain_loss, sgd(model))

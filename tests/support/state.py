@@ -82,6 +82,10 @@ def _key(key: Any) -> Any:
 
 
 def _tensors(a: torch.Tensor, b: torch.Tensor, place: str) -> list[str]:
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        rows = [] if a.layout == b.layout else [f"{place}: {a.layout} against {b.layout}"]
+        return rows or _tensors(a.to_dense(), b.to_dense(), place)
+
     def kind(t: torch.Tensor) -> tuple[Any, ...]:
         return type(t).__name__, t.dtype, tuple(t.shape), t.stride(), str(t.device), t.requires_grad
 

@@ -38,7 +38,8 @@ class Identity:
         self._members = [m for m in members if m]
         self._empty = [m for m in members if not m]  # most are: most modules are leaves, or have no buffers
         self._objects = self._held()  # kept, or another could get the address of one that is gone
-        self._tensors = (*model.parameters(), *model.buffers()) if trains else ()
+        tensors = (*model.parameters(), *model.buffers()) if trains else ()
+        self._tensors = [t for t in tensors if t.layout is torch.strided]
         self._known = self._now()
 
     def _held(self) -> list[Any]:

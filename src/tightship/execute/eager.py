@@ -137,7 +137,7 @@ def _run_calls(
             with ExitStack() as inside:
                 if isinstance(call.func, compat_capture.Special):
                     inside.enter_context(swapped() if call.func.is_scripted else nullcontext())
-                    inside.enter_context(Inner(trace, known))
+                    inside.enter_context(Inner(trace, known).with_transforms())
                 answer = call.func(*args[0], **args[1])
             for t, seen in zip(tensors_in(answer), tensors_in(call.answer), strict=True):
                 known[trace.index[id(seen)]] = t

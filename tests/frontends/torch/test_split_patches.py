@@ -270,3 +270,14 @@ def test_slices_that_do_not_lie_side_by_side_break_a_rule(monkeypatch, bounds):
     monkeypatch.setattr(recording, "bounds_of", lambda units, slices: bounds)
     with pytest.raises(VerificationFailed, match="S1"):
         split(program, {}, [(region, 2)])
+
+
+def test_rows_of_vectors_and_scalars_are_none_to_cut():
+    class Weighted(nn.Module):
+        def forward(self, x):
+            weight = torch.ones(4).mul(2).add(1)
+            return x * weight.sum().sqrt()
+
+    program = capture_forward(Weighted(), torch.randn(2, 3, 4, 4))
+    found = [windows(program, k) for k in range(len(program.graph.ops))]
+    assert found[-1] is not None and not any(found[:-1])

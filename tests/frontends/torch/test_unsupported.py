@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tightship
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch.capture.step import capture_loss, capture_step
 
@@ -230,3 +231,16 @@ def test_a_device_that_this_pytorch_cannot_think_of() -> None:
     model = torch.nn.Linear(4, 2, device="meta")
     with pytest.raises(Unsupported, match=r"cuda:0.*built without CUDA"):
         capture_loss(model, torch.empty(3, 4, device="meta"), device="cuda:0")
+
+
+@pytest.mark.parametrize("way", ["fit", "plan", "infer", "estimate"])
+def test_lazy_modules_have_no_shape_yet(way):
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), torch.randn(3, 2)
+    with pytest.raises(
+        BadInput, match=r"model: '0\.weight' gets its shape from the first batch .*: run the model once"
+    ):
+        if way == "fit":
+            sgd = torch.optim.SGD(model.parameters())
+            tightship.fit(model, lambda m, b: m(b).sum(), sgd, x, "100%")
+        else:
+            getattr(tightship, way)(model, x)

@@ -112,7 +112,7 @@ def grows_statistics(fn: Any, args: Sequence[Any]) -> bool:
 
 def become(stand_in: torch.Tensor, real: torch.Tensor, *, given: bool) -> None:
     """``stand_in``, wherever it is held, is from now on a tensor in the bytes of ``real``. Where it requires a
-    gradient it is a leaf if ``given``, otherwise made by a graph that is gone: `runs_into_the_past`."""
+    gradient it is a leaf if ``given``, otherwise made by a graph that is gone: `is_of_the_past`."""
     with torch._C.DisableTorchFunctionSubclass(), without_modes(), torch.enable_grad():
         required, new = stand_in.requires_grad, real.detach()
         if required:
@@ -137,17 +137,21 @@ class _Gone(torch.autograd.Function):
         )
 
 
-def runs_into_the_past(loss: torch.Tensor) -> bool:
-    """Whether the graph of ``loss`` leads to what an earlier step has made."""
-    seen, todo = set(), [loss.grad_fn]
+def backward_nodes(*first: Any) -> set[Any]:
+    """The nodes of the graphs that begin with these."""
+    seen: set[Any] = set()
+    todo = list(first)
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            if node.name() == f"{_Gone.__name__}Backward":
-                return True
             todo += [n for n, _ in node.next_functions]
-    return False
+    return seen
+
+
+def is_of_the_past(node: Any) -> bool:
+    """Whether a node stands for a graph that an earlier step has made: `become`."""
+    return bool(node.name() == f"{_Gone.__name__}Backward")
 
 
 def blank_like(
@@ -248,8 +252,12 @@ def without_modes() -> Iterator[None]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the tensor's storage: equal for tensors that share bytes, fake ones too."""
-    return int(tensor.untyped_storage()._cdata)
+    """Identity of the tensor's storage: equal for tensors that share bytes, fake ones too. A sparse tensor is one of
+    its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return int(tensor._cdata)
 
 
 def is_borrowed(tensor: torch.Tensor) -> bool:
@@ -544,7 +552,22 @@ def fused_on_meta() -> Iterator[None]:
 def optimizer_hooks(optimizer: Any) -> bool:
     """Whether somebody asked to be called around the optimizer's step, or around that of every optimizer."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+    every = [h for h in _optimizer._global_optimizer_pre_hooks.values() if h not in _watching]
+    return bool(own or every or _optimizer._global_optimizer_post_hooks)
+
+
+_watching: list[Any] = []
+
+
+def watch_steps(see: Callable[[Any, Any], None]) -> None:
+    """``see(optimizer, closure)`` before any optimizer steps, from now on. Hooks of ours do not count as such."""
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        see(optimizer, args[1] if len(args) > 1 else kwargs.get("closure"))
+
+    if not _watching:
+        _watching.append(hook)
+        _optimizer.register_optimizer_step_pre_hook(hook)
 
 
 def replaced_step(optimizer: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat_distributed, scalar_lists
 from tightship.frontends.torch.compat import require_torch
 
 require_torch()
@@ -113,9 +113,10 @@ Seen = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextmanager
-def calls_seen(seen: Seen) -> Iterator[None]:
+def calls_seen(seen: Seen, *, within: bool = False) -> Iterator[None]:
     """``seen(function, args, kwargs)`` makes calls of autograd functions, scripted code and functional transforms,
-    and is told when autocast forgets what it has converted."""
+    and is told when autocast forgets what it has converted. ``within``: inside of such a call, where what hands back
+    functions is seen, too."""
 
     def through(owner: Any, name: str) -> Any:
         call = getattr(owner, name)
@@ -123,7 +124,8 @@ def calls_seen(seen: Seen) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(_applications_seen(seen))
-        for owner, name in (*_UNSEEN, *compat_distributed.methods_of_parts()):
+        inner = _WITHIN if within else ()
+        for owner, name in (*_UNSEEN, *inner, *compat_distributed.methods_of_parts()):
             stack.enter_context(_patched(owner, name, through(owner, name)))
         yield
 
@@ -190,6 +192,10 @@ _UNSEEN: list[tuple[Any, str]] = [
     (importlib.import_module("torch._functorch.eager_transforms"), "grad_and_value_impl"),
     (torch, "clear_autocast_cache"),
 ]
+_WITHIN = [
+    (importlib.import_module("torch._functorch.eager_transforms"), name)
+    for name in ("_vjp_with_argnums", "_jvp_with_argnums")
+]
 
 
 class States:
@@ -227,6 +233,25 @@ class States:
                 enter(torch.autocast(kind, enabled=False))
 
 
+@contextmanager
+def modes_asked() -> Iterator[None]:
+    """Dispatch modes see the ops that are called here, though the caller's C++ code has left them out, as
+    constructors do (``torch.FloatTensor([x[0], x[1]])``) while they turn a tensor into a number."""
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    if not left_out.has(torch._C.DispatchKey.Python):
+        yield
+        return
+    for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+        left_out = left_out.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out):
+        yield
+
+
+def has_missed_data(error: RuntimeError) -> bool:
+    """Whether code that no mode has seen has looked for the data of a tensor without."""
+    return "its data is not allocated yet" in str(error)
+
+
 # --- ops that read data by themselves -------------------------------------------------------------------------
 # The ops of packed sequences read the batch size of each step from memory, in C++, where a tensor without data has
 # none. What they are made of is called here instead, by the rules of ATen/native/PackedSequence.cpp and RNN.cpp.
@@ -246,7 +271,7 @@ class DataReaders:
         if name == "_pad_packed_sequence":
             return lambda *args: _padded(self._contents, *args)
         if name not in _PACKED and name != "tensor_split":
-            return func
+            return scalar_lists.instead(func)
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if name in _PACKED and args[0].is_cuda and torch.backends.cudnn.enabled:
@@ -268,10 +293,10 @@ class DataReaders:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Packed sequences, wherever modules call for them."""
-        owner: Any = torch._VF
+        """Packed sequences, wherever modules call for them, and tensors made of lists in which tensors are."""
+        packed = [(torch._VF, name) for name in ("_pack_padded_sequence", "_pad_packed_sequence", *_PACKED)]
         with ExitStack() as stack:
-            for name in ("_pack_padded_sequence", "_pad_packed_sequence", *_PACKED):
+            for owner, name in (*packed, *((torch, name) for name in scalar_lists.FUNCTIONS)):
                 stack.enter_context(_patched(owner, name, self.instead(getattr(owner, name))))
             yield
 

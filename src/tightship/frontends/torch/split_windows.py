@@ -42,8 +42,10 @@ def windows(program: Program, k: int) -> Mapping[int, Window] | None:
     if (written != list(op.mutates)) or (not made and not written) or (written and made):
         return None
     out = values[made[0]] if made else values[call.args[0].value]
+    if len(out.shape) <= DIM:
+        return None
     cut = _cut(program, k, torch.Size(out.shape))
-    if cut is None or len(out.shape) <= DIM:
+    if cut is None:
         return None
     for v in cut:
         whole = program.bases[values[v].storage] == v

@@ -196,13 +196,15 @@ class TensorLeaf:
     stride: tuple[int, ...]
     device: str
     requires_grad: bool
+    has_graph: bool = False
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorLeaf:
         strides = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
         return TensorLeaf(
-            tensor.dtype, tuple(tensor.shape), strides, str(tensor.device), tensor.requires_grad
-        )
+            tensor.dtype, tuple(tensor.shape), strides, str(tensor.device), tensor.requires_grad,
+            tensor.grad_fn is not None,
+        )  # fmt: skip
 
 
 def _described(leaf: Any) -> Any:

@@ -40,6 +40,12 @@ def check_model(model: Any, *, hooks: bool = False, shards: bool = False) -> Non
     compat.require_torch()
     if not isinstance(model, torch.nn.Module):
         raise BadInput(f"object of type {type(model).__name__}; give a torch.nn.Module", place="model")
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(t):
+            rule = (
+                f"{name!r} gets its shape from the first batch (lazy): run the model once on a batch before"
+            )
+            raise BadInput(rule, place="model")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise Unsupported(
             "a model in DistributedDataParallel", "its hooks run outside the step",

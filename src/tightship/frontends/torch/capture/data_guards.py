@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -454,7 +455,7 @@ class Questions:
         """What ``finish`` says of the values ``wanted``, as a function of the caller's tensors; which they are,
         (role, key) by value; the calls that it follows from; and whether random numbers go into it."""
         tape = self._tape
-        needed, sources = self._slice(wanted, fn, origin)
+        needed, sources, filled = self._slice(wanted, fn, origin)
         drawn = any(r.random for r in needed)
         written = {s for r in needed for s in r.writes}
         for v, role, key in sources:
@@ -469,6 +470,7 @@ class Questions:
         def ask(tensors: Tensors) -> Any:
             given = {v: tensors[key] for v, key in asked.items()}
             given |= {v: t.clone() for v, t in given.items() if tape.storage(v) in written}
+            given |= {v: zeros_like(values[v], tape.storages[tape.storage(v)].device) for v in filled}
             with torch.no_grad(), random_state_before() if drawn else nullcontext():
                 found = evaluate(needed, values, bases, given, [*wanted, *(bases[s] for s in small)])
                 for s, tensor in zip(small, found[len(wanted) :], strict=True):
@@ -521,7 +523,7 @@ class Questions:
     def _is_known(self, wanted: list[int], fn: Any, origin: Origin) -> bool:
         """Whether it follows from constants alone."""
         try:
-            needed, sources = self._slice(wanted, fn, origin)
+            needed, sources, _ = self._slice(wanted, fn, origin)
         except Unsupported:
             return False
         return not sources and not any(r.random for r in needed)
@@ -532,21 +534,29 @@ class Questions:
 
     def _slice(
         self, wanted: list[int], fn: Any, origin: Origin
-    ) -> tuple[list[Record], list[tuple[int, str, Any]]]:
-        """The records that compute ``wanted`` and the caller's slots they start from."""
+    ) -> tuple[list[Record], list[tuple[int, str, Any]], list[int]]:
+        """The records that compute ``wanted``, the caller's slots they start from, and those slots whose contents
+        they do not read, as all of them are filled before."""
         tape, touching = self._tape, self._reader.look().touching
         needed_storages: set[int] = set()
+        begun: set[int] = set()  # storages that are read as they were before all records
         needed: list[int] = []
         later: list[int] = []  # records to look at, the last first
         known: set[int] = set()
 
         def need(storages: set[int], before: int) -> None:
-            for s in storages - needed_storages:
-                needed_storages.add(s)
-                for k in touching.get(s, ()):
-                    if k < before and k not in known:
-                        known.add(k)
-                        heapq.heappush(later, -k)
+            needed_storages.update(storages)
+            for s in storages - begun:
+                rows = touching.get(s, ())
+                for k in reversed(rows[: bisect_left(rows, before)]):
+                    if k in known:
+                        break
+                    known.add(k)
+                    heapq.heappush(later, -k)
+                    if self._fills(tape.records[k]) == s:
+                        break
+                else:
+                    begun.add(s)
 
         need({tape.storage(v) for v in wanted}, len(tape.records))
         while later:
@@ -555,13 +565,25 @@ class Questions:
             if r.effect or (r.random and not self._repeatable(r)):
                 raise _made_by(r, fn, origin)
             needed.append(k)
-            need({tape.storage(v) for v in r.reads}, k)
-        sources = []
+            need({tape.storage(v) for v in r.reads} - {self._fills(r)}, k)
+        sources, filled = list[tuple[int, str, Any]](), list[int]()
         for v, role, key in tape.slots_of(needed_storages):
+            if tape.storage(v) not in begun:
+                filled.append(v)
+                continue
             if role in ("parameter", "state") or v not in tape.real:
                 raise unsupported(fn, origin, f"its data comes from {role} {key}")
             sources.append((v, role, key))
-        return self._with_draws(needed[::-1], fn, origin), sources
+        return self._with_draws(needed[::-1], fn, origin), sources, filled
+
+    def _fills(self, r: Record) -> int:
+        """The caller's storage of which a record sets every byte, whatever it held; -1 for all others."""
+        target, number = (*r.args, None, None)[:2]
+        if _name(r) not in ("fill_", "zero_") or type(target) is not Ref or type(number) is Ref:
+            return -1
+        value = self._tape.values[target.value]
+        storage, nbytes = self._tape.storages[value.storage], math.prod(value.shape) * value.dtype.itemsize
+        return value.storage if storage.role and nbytes == storage.nbytes else -1
 
     def _repeatable(self, r: Record) -> bool:
         """Whether the record's random numbers can be drawn before the step, by a state that is put back."""

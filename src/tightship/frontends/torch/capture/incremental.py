@@ -17,6 +17,7 @@ from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.step import Capture, tensors_of
 from tightship.frontends.torch.capture.tape import Origin, TapeValue
 from tightship.frontends.torch.collectives import Division, reduced, share
+from tightship.frontends.torch.missing_gradients import leave_out
 from tightship.frontends.torch.optimizer.updates import SeveralUpdates, Updates
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.structure import BatchSpec, Results
@@ -108,10 +109,6 @@ class StepCapture(Capture):
     def resume(self) -> None:
         self.tracker.resume()
 
-    def random_calls(self) -> set[int]:
-        """The numbers of the calls that draw random numbers."""
-        return {r.asked for r in self.tape.records if r.random}
-
     def described(self, tensor: torch.Tensor) -> TapeValue | None:
         """What `ended` takes for a tensor of the step, if it is one whose bytes a program can hand back."""
         return self.tape.described(tensor)
@@ -128,12 +125,7 @@ class StepCapture(Capture):
         for n, g in held.items():
             self._given.parameters[n].grad = g
         self.asking(-1)
-        if any(c.grad_fn is not None for c in self.tape.constants) and compat.runs_into_the_past(loss):
-            raise Unsupported(
-                "a backward pass through a tensor that an earlier step has made",
-                "that step's backward pass has freed its graph, in eager, too",
-                "keep a tensor without a graph (detach())",
-            )  # fmt: skip
+        self._check_graph(loss, wanted)
         with torch.enable_grad(), self.executing():
             values = [self.tape.value(compat_distributed.own_part(t)) for t in (*results, loss)]
             with self._stepping_in_hooks():
@@ -168,6 +160,30 @@ class StepCapture(Capture):
             return replace(captured, gradients=tuple(made))
 
         return program
+
+    def _check_graph(self, loss: torch.Tensor, wanted: Sequence[str]) -> None:
+        """Refuses a backward pass that in eager goes on to parameters through a graph that this step has not made.
+        Notes which get no gradient."""
+        nodes = compat.backward_nodes(loss.grad_fn)
+        if any(map(compat.is_of_the_past, nodes)):
+            raise Unsupported(
+                "a backward pass through a tensor that an earlier step has made",
+                "that step's backward pass has freed its graph, in eager, too",
+                "keep a tensor without a graph (detach())",
+            )  # fmt: skip
+        real = {id(fake): t for fake, t in self._differentiable.items()}
+        real |= {id(fake): self.parameters[n] for n, fake in self._given.parameters.items()}
+        leaves = [real.get(id(x), x) for n in nodes if (x := getattr(n, "variable", None)) is not None]
+        graphs = (self.tape.graphs & nodes) | {t.grad_fn for t in leaves if t.grad_fn is not None}
+        ends = [getattr(n, "variable", None) for n in compat.backward_nodes(*graphs)]
+        if any(isinstance(x, torch.nn.Parameter) for x in ends):
+            raise Unsupported(
+                "a backward pass through a tensor that was made outside of the step from parameters",
+                "it would go on into the graph of that tensor, whose ops the step has not made",
+                "make the tensor in the loss function, or give it without its graph (detach())",
+            )  # fmt: skip
+        own = {id(self.parameters[n]) for n in wanted}
+        leave_out(t for t in leaves if id(t) not in own and not compat.is_fake(t))
 
     def _averaged(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Averages gradients over ranks in place, as soon as nothing else needs those of one message."""

@@ -23,7 +23,7 @@ from tightship.frontends.torch.capture.data_guards import (
 )
 from tightship.frontends.torch.capture.random_state import drawn
 from tightship.frontends.torch.capture.sparse import SparseGradients
-from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker
+from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker, check_plain
 from tightship.frontends.torch.program import leaves_in, map_tree, tensors_in
 
 __all__ = ["LOOKS", "Look", "Looks", "Recorder", "is_strided", "is_whole"]
@@ -186,6 +186,8 @@ class Recorder(compat.TorchDispatchMode):
     def _faked(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
             return x
+        if x.layout is not torch.strided:
+            check_plain(x, str(self._tracker.here()))
         self._check_foreign(x)
         part = not x.requires_grad and is_strided(x) and not is_whole(x)
         fake = self.in_storage(x) if part else self._fake.from_tensor(x)

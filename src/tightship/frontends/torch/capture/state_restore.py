@@ -118,25 +118,22 @@ class Leftovers:
             for m, names in wanted.items()
         ]
 
-    def remove(self, lasts: Callable[[torch.Tensor], bool] | None = None) -> list[Change]:
-        """Puts back what holds stand-ins, but where ``lasts`` is true of one of them, or of a tensor that was there
-        before; returns what that was. Other changes stay, as eager's do.
-
-        Buffers that are new stay where the code has come to its end (``lasts``): they are part of the model then.
+    def remove(self, *, finished: bool = False) -> list[Change]:
+        """Puts back what holds stand-ins, unless the code has ``finished``: what it has left is there after the step
+        then, as in eager, for code that goes by anything else it has set (``self.size = n; self.table = …``).
+        Returns what that was. Other changes stay, as eager's do.
 
         Raises ``Unplannable`` for modules that were replaced.
         """
-        gone = self._new_buffers(put_back=lasts is None)
+        gone = self._new_buffers(put_back=not finished)
         for m, attributes, filled in self._before:
             names = list(vars(m)) if self._everywhere else list(filled)
             for k in names:
                 new, old = vars(m).get(k), attributes.get(k)
-                stand_ins = [] if k in _MEMBERS else stand_ins_in(new)
-                if not stand_ins:
+                if k in _MEMBERS or not stand_ins_in(new):
                     continue
                 gone.append(Change(m, k, old, new))
-                before = filled.get(k) if old is new and filled.get(k) is not None else old
-                if lasts is not None and any(map(lasts, (*stand_ins, *_tensors(before)))):
+                if finished:
                     continue
                 if old is new and filled.get(k) is not None:
                     refill(new, filled[k])

@@ -23,7 +23,7 @@ from tightship.frontends.torch.capture.checks import (
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_whole
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
-from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker
+from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker, check_plain
 from tightship.frontends.torch.optimizer.copy import Rows
 from tightship.frontends.torch.optimizer.given import Several, as_one
 from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
@@ -172,6 +172,7 @@ class Capture:
         self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.changes: list[Change] = []
         self._state_values: dict[Any, int] = {}
+        self._differentiable: dict[torch.Tensor, torch.Tensor] = {}  # tensors of the batch, by stand-in
         self.inside: Callable[[], AbstractContextManager[Any]] = (
             nullcontext  # around code of the backward pass
         )
@@ -358,6 +359,8 @@ class Capture:
 
         def fake_of(real: torch.Tensor, role: str, key: Any, name: str) -> torch.Tensor:
             if id(real) not in made:
+                if real.layout is not torch.strided:
+                    check_plain(real, f"{role} {name}")
                 made[id(real)] = self._fake(real)
                 self.tape.input(made[id(real)], role, key, name, real if self.has_data else None)
             return made[id(real)]
@@ -370,9 +373,13 @@ class Capture:
             if not isinstance(x, torch.Tensor):
                 return x
             k = next(position)
+            if x.layout is not torch.strided:  # refused where it is read
+                return x
             # One fake per leaf, even if two are the same tensor: in the next batch they may not be.
             fake = self._of_batch(x).requires_grad_(x.requires_grad)
             self.tape.input(fake, "input", k, f"batch.{k}", x if self.has_data else None)
+            if x.requires_grad:
+                self._differentiable[fake] = x
             return fake
 
         return _Fakes(parameters, buffers, map_leaves(leaf, self.batch))

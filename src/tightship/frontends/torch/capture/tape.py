@@ -27,7 +27,7 @@ from tightship.frontends.torch.collectives import Collective, collective
 from tightship.frontends.torch.program import Call, Ref, leaves_in, map_tree, refs_in
 from tightship.graph import aligned, alignment_of
 
-__all__ = ["CHECK", "Origin", "Record", "Tape", "TapeStorage", "TapeValue", "Tracker"]
+__all__ = ["CHECK", "Origin", "Record", "Tape", "TapeStorage", "TapeValue", "Tracker", "check_plain"]
 
 
 _TIGHTSHIP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -192,6 +192,7 @@ class Tape:
         self.records: list[Record] = []
         self.slots: list[tuple[int, str, Any]] = []
         self.constants: list[torch.Tensor] = []
+        self.graphs: set[Any] = set()  # that have made them; what the step writes to them adds no other
         self.real: dict[int, torch.Tensor] = {}
         self._value_of: dict[TapeValue, int] = {}
         self._storage_of: dict[int, int] = {}
@@ -219,7 +220,7 @@ class Tape:
 
         Raises ``Unsupported`` for tensors that are not plain strided bytes, and for a storage that has grown.
         """
-        _plain(tensor, place)
+        check_plain(tensor, place)
         key = compat.storage_key(tensor)
         nbytes = int(tensor.untyped_storage().nbytes())
         s = self._storage_of.get(key)
@@ -285,6 +286,8 @@ class Tape:
             return self.value(tensor)
         k = len(self.constants)
         self.constants.append(real)
+        if real.grad_fn is not None:
+            self.graphs.add(real.grad_fn)
         return self.input(tensor, "constant", k, f"constant_{k}", real)
 
     def slots_of(self, storages: Collection[int]) -> list[tuple[int, str, Any]]:
@@ -373,7 +376,8 @@ def _info(tensor: torch.Tensor, storage: int) -> TapeValue:
     )
 
 
-def _plain(tensor: torch.Tensor, place: str) -> None:
+def check_plain(tensor: torch.Tensor, place: str) -> None:
+    """Raises ``Unplannable`` for a tensor that is not plain strided bytes."""
     why = _why_not_plain(tensor)
     if why is not None:
         what, *rest = why
@@ -383,8 +387,15 @@ def _plain(tensor: torch.Tensor, place: str) -> None:
 def _why_not_plain(tensor: torch.Tensor) -> tuple[str, ...] | None:
     """What a tensor is that is not plain strided bytes, why that cannot be planned, and perhaps what to do."""
     if tensor.layout is not torch.strided:
-        rule, instead = "its bytes are more than one strided storage", "sparse=False in an embedding"
-        return f"a {tensor.layout} tensor", rule, f"use dense tensors ({instead})"
+        rule, instead = (
+            "its bytes are more than one strided storage",
+            "to_dense(), sparse=False in an embedding",
+        )
+        return (
+            f"a {tensor.layout} tensor",
+            rule,
+            f"use dense tensors ({instead}), or sums over edges (index_add)",
+        )
     if tensor.is_quantized or tensor.is_nested:
         return "a quantized or nested tensor", "its metadata is more than shape and stride"
     if tensor._is_zerotensor():

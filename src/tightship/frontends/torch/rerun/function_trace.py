@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
@@ -89,7 +89,7 @@ def form(tensor: torch.Tensor) -> Form:
     """What a program depends on beside a constant's contents: another tensor of the same form can stand for it."""
     nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else -1
     strides = (tuple(tensor.stride()), tensor.storage_offset()) if nbytes >= 0 else ()
-    flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+    flags = tensor.requires_grad, tensor.grad_fn is not None, tensor.is_conj(), tensor.is_neg()
     return type(tensor), tensor.dtype, tuple(tensor.shape), strides, nbytes, str(tensor.device), flags
 
 
@@ -189,9 +189,7 @@ class FunctionTrace(NotCopied):
     which the program hands back behind the results, ``superseded`` says that another trace of the same calls
     hands back more, ``program`` what was captured, ``renumbering`` (a
     ``numbers.Renumbering``) tells how its numbers follow. ``references`` counts who holds the tensors between runs,
-    None before the first run is over. ``made_of_constants`` are the numbers of those that no parameter, buffer,
-    random number or part of the batch has gone into; ``made_once`` are those among them that eager may make in the
-    first step only, as an attribute keeps them. ``elsewhere`` gives the number of a tensor of an earlier trace,
+    None before the first run is over. ``elsewhere`` gives the number of a tensor of an earlier trace,
     by id, which the code has been shown in this run.
     """
 
@@ -212,8 +210,6 @@ class FunctionTrace(NotCopied):
     program: Any = None
     renumbering: Any = None
     references: list[int] | None = None
-    made_of_constants: frozenset[int] = frozenset()
-    made_once: frozenset[int] = frozenset()
     elsewhere: Callable[[int], int | None] = nowhere
 
     @property
@@ -248,26 +244,6 @@ class FunctionTrace(NotCopied):
                 for n, (a, b) in enumerate(zip(batch, self.batch, strict=True))
             )
         )
-
-    def settle_constants(self, random_calls: Collection[int]) -> None:
-        """Finds ``made_of_constants``."""
-        found = set(self.constants)
-        for k, call in enumerate(self.calls):
-            given = {self.index[id(t)] for t in tensors_in((call.args, call.kwargs))}
-            made = {self.index[id(t)] for t in tensors_in(call.answer)}
-            if given <= found and k not in random_calls:
-                found |= made
-            else:
-                found -= made
-        self.made_of_constants = frozenset(found)
-
-    def sources(self, numbers: Collection[int]) -> set[int]:
-        """The tensors of these numbers and those that they were made from."""
-        found = set(numbers)
-        for call in reversed(self.calls):
-            if found & {self.index[id(t)] for t in tensors_in(call.answer)}:
-                found |= {self.index[id(t)] for t in tensors_in((call.args, call.kwargs))}
-        return found
 
     def add(self, tensor: torch.Tensor) -> int:
         """The number of a tensor that may be new."""
@@ -516,12 +492,18 @@ class Execution:
 
         self.capture.asking(len(self.trace.calls))
         try:
-            with self.capture.executing(), self._inner(func):
+            with self.capture.executing(), self._inner(func), compat_capture.modes_asked():
                 made = self.capture.instead(func)
                 out = made(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs)))
         except RuntimeError as error:
             if self.capture.recorder.refusal is not None:
                 raise self.capture.recorder.refusal from error
+            if compat_capture.has_missed_data(error):
+                raise Unplannable(
+                    f"{name_of(func)} of a tensor in a step at {self.capture.origin()}",
+                    "it reads contents that are there only when the step has run",
+                    "hand the tensor back as a result and look at it there",
+                ) from error
             raise
         return map_tensors(self._seen, out)
 
@@ -544,7 +526,8 @@ class Execution:
         if not isinstance(func, compat_capture.Special):
             yield
             return
-        with self.capture.swapped() if func.is_scripted else nullcontext(), Inner(self.trace, self.fakes):
+        inner = Inner(self.trace, self.fakes)
+        with self.capture.swapped() if func.is_scripted else nullcontext(), inner.with_transforms():
             yield
 
     def _seen(self, out: torch.Tensor) -> torch.Tensor:
@@ -565,13 +548,22 @@ class Inner(TorchFunctionMode):
         super().__init__()
         self._trace, self._others = trace, others
 
+    @contextmanager
+    def with_transforms(self) -> Iterator[None]:
+        """Active for functional transforms inside of the call, too, which function modes do not see."""
+        with compat_capture.calls_seen(self._call, within=True), self:
+            yield
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         def other(t: torch.Tensor) -> torch.Tensor:
             n = self._trace.index.get(id(t))
             n = self._trace.elsewhere(id(t)) if n is None else n
             return t if n is None else self._others[n]
 
-        return func(*map_tensors(other, tuple(args)), **map_tensors(other, dict(kwargs or {})))
+        return func(*map_tensors(other, tuple(args)), **map_tensors(other, dict(kwargs)))
 
 
 def unknown(where: str) -> Unplannable:

@@ -459,16 +459,8 @@ class _Code:
         trace.kept, trace.program = tuple(numbers), program
         return replace(asked, program=program, constants=program.constants, kept=kept)
 
-    def lasts(self, tensor: torch.Tensor) -> bool:
-        """Whether a stand-in in an attribute stands for something that the next step might read: what parameters, the
-        batch or random numbers have gone into. Anything else would be made again, if the step did not read the tensor
-        that was there before."""
-        n, trace = self.rerun.number(tensor), self.rerun.trace
-        return n not in trace.made_of_constants if compat.is_fake(tensor) else n in trace.constants
-
     def clean(self, *, finished: bool = False) -> list[Change]:
-        """Takes away what the code has left of stand-ins; if it has ``finished``, only those that the next step would
-        make again. Returns all that were there."""
+        """Takes away what the code has left of stand-ins, unless it has ``finished``. Returns all that were there."""
         for _, home, key, own, now in self.owned.replaced():
             home[key] = own
             if finished and _is_another(own, now):
@@ -478,7 +470,7 @@ class _Code:
             for c in t.caches:
                 c.cache_clear()
         self.grown = tuple(c for some in grown for c in some)
-        return [c for left in reversed(self.left) for c in left.remove(self.lasts if finished else None)]
+        return [c for left in reversed(self.left) for c in left.remove(finished=finished)]
 
     # --- when it has run ---
 
@@ -486,7 +478,6 @@ class _Code:
         rerun = self.rerun
         tensors = tensor_leaves(out)
         numbers = rerun.settle(tensors)
-        self.check_made_once()
         new_numbers = self.renumbered() if rerun.execution is None else None
         if rerun.execution is None and new_numbers is None and (rerun.actual or rerun.trace.repeats):
             rerun.go_on()
@@ -494,8 +485,6 @@ class _Code:
         del tensors
         trace = rerun.trace
         results = [n for n in numbers if n >= 0 and n not in trace.constants]
-        if rerun.execution is not None:
-            trace.settle_constants(self.captures[-1].random_calls())
         changes = self.clean(finished=True)
         self.trace, self.others = trace, rerun.other_numbers
         position = iter(range(len(results)))
@@ -528,17 +517,6 @@ class _Code:
         self.note(trace, capture.guards[guards:], changes)
         return Asked(trace, None, spec, (), rerun.bound, placed=self.placed)
 
-    def check_made_once(self) -> None:
-        """Raises ``Unsupported`` where a number changes that eager would have read in the first step only."""
-        rerun, trace = self.rerun, self.rerun.trace
-        for k in rerun.actual if rerun.execution is None else ():
-            call = trace.calls[k]
-            if any(trace.index[id(t)] in trace.made_once for t in tensors_in(call.answer)):
-                raise Unsupported(
-                    f"a number that changes at {call.origin}", "a module keeps what is made of it in an attribute",
-                    "make that tensor before the step, or as a buffer",
-                )  # fmt: skip
-
     def renumbered(self) -> dict[int, tuple[Any, ...]] | None:
         """The numbers of this step by op of the program, if nothing but numbers differs and that is all it takes."""
         rerun, trace = self.rerun, self.rerun.trace
@@ -570,8 +548,6 @@ class _Code:
             {id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values()
         )
         trace.renumbering = Renumbering()
-        kept = {self.rerun.number(c.new) for c in changes if isinstance(c.new, torch.Tensor)}
-        trace.made_once = trace.made_of_constants & trace.sources(kept)
         keys: dict[int, int] = {}
         shared = [*trace.tensors[: trace.inputs], *(trace.tensors[n] for n in trace.constants)]
         for t in shared:
