@@ -278,7 +278,7 @@ class Planner:
         if e.inner or e.instead is not None or e.name not in ("scan", "while", "cond", "shard_map"):
             return e
         if key not in self._inner:
-            most = max((unplanned_bytes(self._within(b)) for b in bodies_of(e)), default=0)
+            most = max((unplanned_bytes(b) - _given_out(e, b) for b in map(self._within, bodies_of(e))), default=0)
             self._inner[key] = e.made, most * devices_of(e)
         return replace(e, inner=self._inner[key][1])
 
@@ -308,8 +308,11 @@ class Planner:
             if not bodies or has_effects(e):
                 continue
             many = devices_of(e)
-            levels = [self.level(body, max(0, room[i] // many)) for body in bodies]
-            inner = max(level.peak for level in levels) * many
+            given_out = [_given_out(e, body) for body in bodies]
+            levels = [
+                self.level(body, max(0, room[i] // many) + own) for body, own in zip(bodies, given_out, strict=True)
+            ]
+            inner = max(level.peak - own for level, own in zip(levels, given_out, strict=True)) * many
             if inner >= e.inner:
                 continue
             functions = [on_values(level.ops, level.steps, self.hold) for level in levels]
@@ -329,6 +332,15 @@ def unplanned_bytes(program: Program) -> int:
     """What a program takes beyond what it is given, run as it is."""
     graph = Ops(program).graph
     return replay(graph, baseline(graph)).peak - graph.static_bytes
+
+
+def _given_out(e: Equation, body: Program) -> int:
+    """Bytes that a body makes and that are an equation's results as they are: a branch's. What a loop carries is
+    written anew in each iteration."""
+    if e.name != "cond":
+        return 0
+    made = {v for x in body.equations for v in x.outputs}
+    return sum(aligned(bytes_of(body.avals[v])) for v in body.results() & made)
 
 
 def _without_inner(program: Program) -> Program:
