@@ -148,9 +148,7 @@ def test_what_is_met_with_less_is_met_with_more(share) -> None:
     sizes = {"encoder": (200, 128), "from_latent": (16, 128), "image": (128, 200)}
     sizes |= {"mean": (128, 16), "spread": (128, 16)}
     keys = jax.random.split(KEY, len(sizes))
-    params = {
-        name: 0.1 * jax.random.normal(k, s) for k, (name, s) in zip(keys, sizes.items(), strict=True)
-    }
+    params = {name: 0.1 * jax.random.normal(k, s) for k, (name, s) in zip(keys, sizes.items(), strict=True)}
 
     def loss(p, x, key):
         h = jax.nn.relu(x @ p["encoder"])

@@ -278,7 +278,9 @@ class Planner:
         if e.inner or e.instead is not None or e.name not in ("scan", "while", "cond", "shard_map"):
             return e
         if key not in self._inner:
-            most = max((unplanned_bytes(b) - _given_out(e, b) for b in map(self._within, bodies_of(e))), default=0)
+            most = max(
+                (unplanned_bytes(b) - _given_out(e, b) for b in map(self._within, bodies_of(e))), default=0
+            )
             self._inner[key] = e.made, most * devices_of(e)
         return replace(e, inner=self._inner[key][1])
 
@@ -310,7 +312,8 @@ class Planner:
             many = devices_of(e)
             given_out = [_given_out(e, body) for body in bodies]
             levels = [
-                self.level(body, max(0, room[i] // many) + own) for body, own in zip(bodies, given_out, strict=True)
+                self.level(body, max(0, room[i] // many) + own)
+                for body, own in zip(bodies, given_out, strict=True)
             ]
             inner = max(level.peak - own for level, own in zip(levels, given_out, strict=True)) * many
             if inner >= e.inner:
