@@ -159,7 +159,7 @@ def _use(use: Use) -> str:
 
 
 _BELOW = (4, 2, 1)
-"""Bounds of whole numbers among random inputs, tried one after the other: they may be indices of a table of one row."""
+"""Bounds of whole numbers among random inputs, tried in turn: they may be indices of a table of one row."""
 
 
 def feeds_of(program: Program, below: int = _BELOW[0]) -> dict[str, Any]:
