@@ -121,8 +121,12 @@ class Planner:
         least = sum(e.flops for e in program.equations)
         first = attempt(0)
         if first.peak > beyond or first.flops > least:
+            fewest = math.inf
             for k in range(_STRIDE, len(shares) + _STRIDE - 1, _STRIDE):
-                attempt(min(k, len(shares) - 1))
+                found = attempt(min(k, len(shares) - 1))
+                if found.peak <= beyond and found.flops >= fewest:
+                    break  # less is handed on, and more is made again for it
+                fewest = min(fewest, found.flops) if found.peak <= beyond else fewest
             best = -1
             while best != (best := min(tried, key=lambda k: tried[k][:3])):
                 for k in (best - 1, best + 1):

@@ -243,9 +243,11 @@ _SMALL = 500
 """Equations of a program that is soon looked at: twice as many plans are."""
 _LEAST = 0.5
 """Part of the budget's temporaries that a plan is asked to take, before it is asked for the least there is."""
-_UPWARDS = (0.15, 0.3, 0.5, 0.75, 1.0)
-"""Parts of the way from the bytes that plans were asked to take to those of the step as it is: where none is within
-the budget, plans for these are looked at."""
+_LESS = 0.99
+"""Part of what others took that a plan takes, at most, for less to be asked for again where the model has no less."""
+_UPWARDS = (0.15, 0.4, 1.0)
+"""Parts of the way from the most bytes that plans were asked to take to those of the step as it is: where none is
+within the budget, plans for these are looked at."""
 _SLOPES = (0.5, 0.9, 1.0)
 """What a byte less in a plan saves in the program, at least, at first, and at most."""
 _ENDLESS = 1e300
@@ -352,7 +354,8 @@ class Search:
                 break
             takes, known = min(beyond, peak), len(self._looks)
             made = self.look(level, beyond * scale)
-            if len(self._looks) == known and peak > beyond:
+            least = min((c.memory.temporaries for c in self.found if c is not made), default=0)
+            if peak > beyond and (len(self._looks) == known or made.memory.temporaries > _LESS * least > 0):
                 break  # the least there is, again
             spare = self.room - made.memory.temporaries
             if spare >= 0:
@@ -446,7 +449,7 @@ class Search:
         if self.room <= 0:
             return
         self._by_policies(math.inf, math.inf)
-        asked = min((c.beyond for c in self.found), default=math.inf)
+        asked = max((c.beyond for c in self.found if c.beyond < math.inf), default=math.inf)
         most = unplanned_bytes(self.program)
         for part in _UPWARDS if asked < most else ():
             if self.fitting() or self._late:
@@ -459,7 +462,7 @@ class Search:
 
     @property
     def _late(self) -> bool:
-        return not self._small and time.process_time() > self.until
+        return time.process_time() > self.until
 
     def _in_other_order(self) -> None:
         """The program that takes least in XLA's other order, which one look at the start may have ruled out, and, if

@@ -274,9 +274,9 @@ def parts_of(name: str) -> frozenset[str]:
         tree = ast.parse(name, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return frozenset()
-    names = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+    every = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
     calls = {x.func.id for x in ast.walk(tree) if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)}
-    names = frozenset(names - calls)
+    names = frozenset(every - calls)
     return names if _computed(tree, dict.fromkeys(names, 1 << 20)) is not None else frozenset()
 
 
