@@ -640,6 +640,37 @@ def test_what_a_branch_leaves_for_its_gradient_is_made_again(branches) -> None:
     assert same(fitted(*args), jax.jit(step)(*args))
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_loops_inside_of_branches_of_a_checkpoint_are_planned(several) -> None:
+    """Loops with a bound, as equinox has them: parts of it are checkpoints, and run if there is something left to do.
+    The checkpoint's branch and that of its gradient become one, in which its loop is planned."""
+
+    def some(y, w):
+        return jax.lax.scan(lambda y, _: (y + 0.1 * jnp.tanh(jax.nn.gelu(y @ w) @ w.T), None), y, length=8)[0]
+
+    def loss(w, x, ends):
+        def body(carry, k):
+            y, w = carry
+            more = (k < ends).astype(jnp.int32)
+            ways = [lambda y, w: y, some, lambda y, w: some(jnp.sin(y), w)]
+            y = jax.lax.switch(more, ways, y, w) if several else jax.lax.cond(more, some, ways[0], y, w)
+            return (y, w), None
+
+        (y, _), _ = jax.lax.scan(jax.checkpoint(body), (x, w), jnp.arange(3))
+        return (y**2).mean()
+
+    def step(w, x, ends):
+        value, grads = jax.value_and_grad(loss)(w, x, ends)
+        return w - 0.1 * grads, value
+
+    args = 0.1 * jax.random.normal(KEY, (WIDE, 2 * WIDE)), X
+    fitted = tightship.jax.fit(step, "static+40%")
+    for ends in (0, 2, 3):
+        assert same(fitted(*args, ends), jax.jit(step)(*args, ends))
+    (fit,) = fitted.fits
+    assert fit.memory.total <= fit.budget and fit.extra_flops < 0.5
+
+
 def test_what_a_branch_makes_is_counted_once() -> None:
     """A branch writes its results where the equation has them: none of it is there twice."""
 

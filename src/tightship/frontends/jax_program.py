@@ -65,7 +65,7 @@ class Equation:
     """A primitive, bound to values of the program: numbers, or literals as JAX has them. ``instead``: what computes
     it where it was rewritten, with ``more`` floating-point operations than ``made`` says. ``once``: it is not run
     again, however much that would save. ``remat``: a checkpoint of the backward pass has it. ``inner``: bytes that it
-    takes while it runs, beyond its results."""
+    takes while it runs, beyond its results. ``bodies``: what it runs inside where that is not ``made``'s."""
 
     made: Any
     inputs: tuple[Any, ...]
@@ -76,6 +76,7 @@ class Equation:
     once: bool = False
     remat: bool = False
     inner: int = 0
+    bodies: tuple[Program, ...] = ()
 
     @property
     def name(self) -> str:

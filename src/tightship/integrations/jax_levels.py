@@ -275,17 +275,21 @@ class Planner:
     def _measured(self, e: Equation) -> Equation:
         """An equation with the bytes that it takes inside, unplanned. XLA writes the gradient of a pooling for CPUs
         with an array of indices for each of four dimensions, and a window's five results."""
-        key = id(e.made)
+        key = id(e.bodies or e.made)
         if e.name == "select_and_scatter_add" and jax.default_backend() == "cpu":
             source, operand = (math.prod(x.aval.shape) for x in e.made.invars[:2])
             return replace(e, inner=16 * operand + 20 * source) if e.instead is None else e
-        if e.inner or e.instead is not None or e.name not in ("scan", "while", "cond", "shard_map"):
+        if (
+            e.inner
+            or (e.instead is not None and not e.bodies)
+            or e.name not in ("scan", "while", "cond", "shard_map")
+        ):
             return e
         if key not in self._inner:
             most = max(
                 (unplanned_bytes(b) - _given_out(e, b) for b in map(self._within, bodies_of(e))), default=0
             )
-            self._inner[key] = e.made, most * devices_of(e)
+            self._inner[key] = e.bodies or e.made, most * devices_of(e)
         return replace(e, inner=self._inner[key][1])
 
     def _within(self, program: Program) -> Program:
@@ -328,6 +332,7 @@ class Planner:
             equations[i] = replace(
                 e,
                 instead=with_functions(e, functions),
+                bodies=(),
                 inner=inner,
                 more=more if e.name != "while" else e.more,
             )
