@@ -291,13 +291,27 @@ def test_what_is_worse_is_written_as_it_was(tmp_path, monkeypatch):
     assert write_best(original, plan, original, out).file == "block"
 
 
-def test_what_the_runtime_cannot_run_is_said(tmp_path):
-    """Random indices do not do for a table of one row; inputs that do can be given."""
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_random_indices_are_of_the_smallest_table(tmp_path, rows):
+    """BERT's table of token types has two rows."""
     nodes = [node("Gather", ["table", "i"], ["a"]), node("Neg", ["a"], ["y"])]
     inputs = [value("i", [64], TensorProto.INT64)]
-    original = lower(
-        read(saved(tmp_path, made(nodes, inputs, [value("y", None)], [tensor("table", weights(1, 8))])))
-    )
+    model = made(nodes, inputs, [value("y", None)], [tensor("table", weights(rows, 8))])
+    original = lower(read(saved(tmp_path, model)))
+    answer = write_best(original, api.plan_graph(original.graph).plan, original, tmp_path / "out.onnx")
+    assert not answer.failure and answer.tried["planned"].difference == 0
+
+
+def test_what_the_runtime_cannot_run_is_said(tmp_path):
+    """Random indices do not do for a part of a table; inputs that do can be given."""
+    nodes = [
+        node("Sub", ["i", "five"], ["j"]),
+        node("Gather", ["table", "j"], ["a"]),
+        node("Neg", ["a"], ["y"]),
+    ]
+    inputs = [value("i", [64], TensorProto.INT64)]
+    given = [tensor("table", weights(1, 8)), tensor("five", np.array(5, np.int64))]
+    original = lower(read(saved(tmp_path, made(nodes, inputs, [value("y", None)], given))))
     plan, out = api.plan_graph(original.graph).plan, tmp_path / "out.onnx"
     answer = write_best(original, plan, original, out)
     assert "--inputs" in answer.failure and not answer.tried and out.exists()
@@ -306,7 +320,7 @@ def test_what_the_runtime_cannot_run_is_said(tmp_path):
     foreign = lower(read(saved(tmp_path, unknown, "foreign.onnx")))
     failure = write_best(foreign, api.plan_graph(foreign.graph).plan, foreign, tmp_path / "f.onnx").failure
     assert "does not load it" in failure and "--inputs" not in failure
-    np.savez(tmp_path / "in.npz", i=np.zeros(64, np.int64))
+    np.savez(tmp_path / "in.npz", i=np.full(64, 5))
     answer = write_best(original, plan, original, out, read_feeds(tmp_path / "in.npz"))
     assert not answer.failure and answer.tried["planned"].difference == 0
     (tmp_path / "bad.npz").write_bytes(b"nothing")

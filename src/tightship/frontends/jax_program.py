@@ -65,7 +65,7 @@ class Equation:
     """A primitive, bound to values of the program: numbers, or literals as JAX has them. ``instead``: what computes
     it where it was rewritten, with ``more`` floating-point operations than ``made`` says. ``once``: it is not run
     again, however much that would save. ``remat``: a checkpoint of the backward pass has it. ``inner``: bytes that it
-    takes while it runs, beyond its results."""
+    takes while it runs, beyond its results. ``bodies``: what it runs inside where that is not ``made``'s."""
 
     made: Any
     inputs: tuple[Any, ...]
@@ -76,6 +76,7 @@ class Equation:
     once: bool = False
     remat: bool = False
     inner: int = 0
+    bodies: tuple[Program, ...] = ()
 
     @property
     def name(self) -> str:
@@ -525,10 +526,22 @@ def _chosen(value: Any, always: Any) -> Any:
     if _key(jax.typeof(value)):
         data = _chosen(jax.random.key_data(value), always)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    return jax.lax.select_n(jnp.broadcast_to(always, jnp.shape(value)), jnp.zeros_like(value), value)
+    which = always if _divided(value) else jnp.broadcast_to(always, jnp.shape(value))
+    return jax.lax.select_n(which, jnp.zeros_like(value), value)
+
+
+def _divided(value: Any) -> bool:
+    """Whether the type of an array says that it is divided among devices, by a mesh of explicit axes."""
+    spec = getattr(getattr(jax.typeof(value), "sharding", None), "spec", ())
+    return any(axis is not None for axis in spec)
 
 
 def _always(token: Any) -> Any:
     """True, once the token is there."""
-    first = jnp.real(jax.lax.slice(token, (0,) * token.ndim, (1,) * token.ndim).reshape(()))
+    if _divided(token):  # of which no slice of one element can be taken
+        at = (jnp.zeros((1,), jnp.int32),) * token.ndim
+        first = token.at[at].get(out_sharding=jax.sharding.PartitionSpec()).reshape(())
+    else:
+        first = jax.lax.slice(token, (0,) * token.ndim, (1,) * token.ndim).reshape(())
+    first = jnp.real(first)
     return (first == first) | (first != first)

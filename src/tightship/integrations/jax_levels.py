@@ -121,8 +121,12 @@ class Planner:
         least = sum(e.flops for e in program.equations)
         first = attempt(0)
         if first.peak > beyond or first.flops > least:
+            fewest = math.inf
             for k in range(_STRIDE, len(shares) + _STRIDE - 1, _STRIDE):
-                attempt(min(k, len(shares) - 1))
+                found = attempt(min(k, len(shares) - 1))
+                if found.peak <= beyond and found.flops >= fewest:
+                    break  # less is handed on, and more is made again for it
+                fewest = min(fewest, found.flops) if found.peak <= beyond else fewest
             best = -1
             while best != (best := min(tried, key=lambda k: tried[k][:3])):
                 for k in (best - 1, best + 1):
@@ -271,15 +275,21 @@ class Planner:
     def _measured(self, e: Equation) -> Equation:
         """An equation with the bytes that it takes inside, unplanned. XLA writes the gradient of a pooling for CPUs
         with an array of indices for each of four dimensions, and a window's five results."""
-        key = id(e.made)
+        key = id(e.bodies or e.made)
         if e.name == "select_and_scatter_add" and jax.default_backend() == "cpu":
             source, operand = (math.prod(x.aval.shape) for x in e.made.invars[:2])
             return replace(e, inner=16 * operand + 20 * source) if e.instead is None else e
-        if e.inner or e.instead is not None or e.name not in ("scan", "while", "cond", "shard_map"):
+        if (
+            e.inner
+            or (e.instead is not None and not e.bodies)
+            or e.name not in ("scan", "while", "cond", "shard_map")
+        ):
             return e
         if key not in self._inner:
-            most = max((unplanned_bytes(self._within(b)) for b in bodies_of(e)), default=0)
-            self._inner[key] = e.made, most * devices_of(e)
+            most = max(
+                (unplanned_bytes(b) - _given_out(e, b) for b in map(self._within, bodies_of(e))), default=0
+            )
+            self._inner[key] = e.bodies or e.made, most * devices_of(e)
         return replace(e, inner=self._inner[key][1])
 
     def _within(self, program: Program) -> Program:
@@ -308,8 +318,12 @@ class Planner:
             if not bodies or has_effects(e):
                 continue
             many = devices_of(e)
-            levels = [self.level(body, max(0, room[i] // many)) for body in bodies]
-            inner = max(level.peak for level in levels) * many
+            given_out = [_given_out(e, body) for body in bodies]
+            levels = [
+                self.level(body, max(0, room[i] // many) + own)
+                for body, own in zip(bodies, given_out, strict=True)
+            ]
+            inner = max(level.peak - own for level, own in zip(levels, given_out, strict=True)) * many
             if inner >= e.inner:
                 continue
             functions = [on_values(level.ops, level.steps, self.hold) for level in levels]
@@ -318,6 +332,7 @@ class Planner:
             equations[i] = replace(
                 e,
                 instead=with_functions(e, functions),
+                bodies=(),
                 inner=inner,
                 more=more if e.name != "while" else e.more,
             )
@@ -329,6 +344,15 @@ def unplanned_bytes(program: Program) -> int:
     """What a program takes beyond what it is given, run as it is."""
     graph = Ops(program).graph
     return replay(graph, baseline(graph)).peak - graph.static_bytes
+
+
+def _given_out(e: Equation, body: Program) -> int:
+    """Bytes that a body makes and that are an equation's results as they are: a branch's. What a loop carries is
+    written anew in each iteration."""
+    if e.name != "cond":
+        return 0
+    made = {v for x in body.equations for v in x.outputs}
+    return sum(aligned(bytes_of(body.avals[v])) for v in body.results() & made)
 
 
 def _without_inner(program: Program) -> Program:

@@ -48,7 +48,56 @@ def program_of(closed: Any) -> Program:
     made = inlined(closed)
     maker = {v: e for e in made.equations if e.name in FREE for v in e.outputs}
     equations = [_with_makers(e, maker, made.avals) if e.name == "scan" else e for e in made.equations]
-    return replace(made, equations=equations)
+    return _one_condition(replace(made, equations=equations))
+
+
+def _one_condition(program: Program, start: int = 0) -> Program:
+    """The program, from an equation on, with one ``cond`` in place of two of the backward pass that ask the same and
+    of which the first makes all it does for the second: a checkpoint's forward pass and its gradient. What the one
+    branch hands on to the other is then inside of it, to be planned there."""
+    equations, gone, results = list(program.equations), set[int](), program.results()
+    readers: dict[int, set[int]] = {}
+    for i, e in enumerate(equations):
+        for v in e.read:
+            readers.setdefault(v, set()).add(i)
+    for i, e in enumerate(equations):
+        read = {k for v in e.outputs for k in readers.get(v, ())}
+        if i < start or len(read) != 1 or results & set(e.outputs) or not _may_join(e):
+            continue
+        other = equations[k := read.pop()]
+        if _may_join(other) and other.inputs[0] == e.inputs[0]:
+            equations[k] = _with_first(e, other)
+            gone.add(i)
+    return (
+        replace(program, equations=[e for i, e in enumerate(equations) if i not in gone]) if gone else program
+    )
+
+
+def _may_join(e: Equation) -> bool:
+    plain = e.name == "cond" and e.instead is None and not e.once and not e.made.effects
+    return plain and e.backward and isinstance(e.inputs[0], int)
+
+
+def _with_first(first: Equation, second: Equation) -> Equation:
+    """A ``cond`` whose branches run those of another one before, on that one's operands."""
+    made_before = {v: at for at, v in enumerate(first.outputs)}
+    own = [k for k, x in enumerate(second.inputs) if k and x not in made_before]
+    bodies = []
+    for a, b in zip(bodies_of(first), bodies_of(second), strict=True):
+        joined = Program(list(a.equations), list(a.avals), dict(a.constants), list(a.inputs), [])
+        takes: list[Any] = []
+        for k, (x, v) in enumerate(zip(second.inputs[1:], b.inputs, strict=True), 1):
+            if k in own:
+                joined.inputs.append(joined.value(b.avals[v]))
+            takes.append(joined.inputs[-1] if k in own else a.outputs[made_before[x]])
+        joined.outputs = _append(joined, b, takes)
+        bodies.append(joined)
+    operands = (*first.inputs, *(second.inputs[k] for k in own))
+    functions = [lambda *values, b=b: b.call(values) for b in bodies]
+    return replace(
+        second, inputs=operands, bodies=tuple(bodies), instead=with_functions(second, functions),
+        more=second.more + first.flops,
+    )  # fmt: skip
 
 
 def _with_makers(e: Equation, maker: Mapping[int, Equation], avals: Sequence[Any]) -> Equation:
@@ -83,8 +132,8 @@ def _with_makers(e: Equation, maker: Mapping[int, Equation], avals: Sequence[Any
 def bodies_of(e: Equation) -> tuple[Program, ...]:
     """The programs that an equation runs: the body of a loop, the branches of a condition, the shard of a map. None
     for an equation that is no such thing, or was rewritten already."""
-    if e.instead is not None:
-        return ()
+    if e.bodies or e.instead is not None:
+        return e.bodies
     p = e.made.params
     if e.name == "scan":
         return (program_of(p["jaxpr"]),)
@@ -499,6 +548,7 @@ def _pair(program: Program, i: int, k: int, rows: Sequence[tuple[int, int]]) -> 
     outside = [*zip(second.inputs, takes, strict=True), *zip(first.inputs, body.inputs, strict=True)]
     there = [(x, v) for x, v in outside if v not in each_time]
     whole = merged(replace(joined, outputs=[*kept, *outputs]), program.equations[:i], there)
+    whole = _one_condition(whole, cut)
     return Pair(program, i, k, passed, whole, cut, tuple(takes))
 
 
@@ -506,7 +556,7 @@ def _alike(a: Any, b: Any) -> bool:
     return bool(a.shape == b.shape and a.dtype == b.dtype and varying(a) == varying(b))
 
 
-def _append(to: Program, program: Program, inputs: Sequence[int]) -> list[Any]:
+def _append(to: Program, program: Program, inputs: Sequence[Any]) -> list[Any]:
     """The equations of another program on values ``inputs``; its outputs."""
     names = dict(zip(program.inputs, inputs, strict=True))
     for v, content in program.constants.items():

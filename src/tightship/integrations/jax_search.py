@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,11 @@ class Candidate:
     operations: float = 0.0
 
 
+def _key(log: list[Any]) -> str:
+    """Names the program that a log leads to: bytes that were asked for do not matter."""
+    return repr([x for x in log if not isinstance(x, float)])
+
+
 class Row(msgspec.Struct, frozen=True):
     """A candidate on disk, and the budgets whose answer it is."""
 
@@ -238,6 +243,11 @@ _SMALL = 500
 """Equations of a program that is soon looked at: twice as many plans are."""
 _LEAST = 0.5
 """Part of the budget's temporaries that a plan is asked to take, before it is asked for the least there is."""
+_LESS = 0.99
+"""Part of what others took that a plan takes, at most, for less to be asked for again where the model has no less."""
+_UPWARDS = (0.15, 0.4, 1.0)
+"""Parts of the way from the most bytes that plans were asked to take to those of the step as it is: where none is
+within the budget, plans for these are looked at."""
 _SLOPES = (0.5, 0.9, 1.0)
 """What a byte less in a plan saves in the program, at least, at first, and at most."""
 _ENDLESS = 1e300
@@ -275,6 +285,7 @@ class Search:
         self._policies: list[tuple[Level, list[Any]]] | None = None
         self._small = len(self.program.equations) <= _SMALL
         self._flops = sum(e.flops for e in self.program.equations)
+        self._scale = 1.0
 
     @property
     def room(self) -> int:
@@ -285,12 +296,14 @@ class Search:
         """The program with the fewest operations of those within the limit, and what XLA compiled of it. Raises
         ``Infeasible``."""
         self._planned()
-        least, most = math.inf, _ALMOST * self.room + self.before.outputs
+        least, most = math.inf, (_ALMOST * self.room + self.before.outputs) * self._scale
         if fits := self.fitting():
             least = min(c.level.flops for c in fits)
             made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
             most = _MAYBE * self.room / made
         self._by_policies(least, most)
+        if not self.fitting() and self.before.total > self.limit:
+            self._elsewhere()
         least = int(min((self.before.total, self.least, *self.tried)))
         for _ in range(_WRONG):
             fits = self.fitting()
@@ -304,7 +317,7 @@ class Search:
             wrong = total - best.memory.total
             self._more = max(self._more, wrong)
             self.found.remove(best)
-            beyond = min(best.beyond, float(best.level.peak)) - 1.1 * wrong
+            beyond = min(best.beyond, float(best.level.peak)) - 1.1 * wrong * self._scale
             self.planner.log = []
             self.look(self.planner.level(self.program, max(0.0, beyond)), max(0.0, beyond))
         raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
@@ -314,9 +327,13 @@ class Search:
 
     def _planned(self) -> None:
         """Plans for bytes that follow from what XLA made of the plan before."""
-        low, high = 0.0, math.inf
-        unplanned = unplanned_bytes(self.program)
-        more = unplanned - self.before.temporaries  # what XLA takes for results by itself, or never has
+        low, high, unplanned = 0.0, math.inf, float(unplanned_bytes(self.program))
+        if "in_shardings" in self.told:  # the model's bytes are those of whole arrays, XLA's are one device's
+            placed = max(1, self.before.temporaries + self.before.outputs)
+            self._scale = max(1.0, unplanned / placed)
+            unplanned /= self._scale
+        scale = self._scale
+        more = int(unplanned) - self.before.temporaries  # what XLA takes for results by itself, or never has
         beyond = float(self.room + min(self.before.outputs, max(0, more)))
         if beyond >= unplanned:
             beyond = math.inf
@@ -327,16 +344,18 @@ class Search:
             if self.room <= 0 or (fits and ((low > 0 and tries >= most) or late)):
                 break
             self.planner.log = []
-            level, log = self.planner.level(self.program, beyond), self.planner.log
+            level, log = self.planner.level(self.program, beyond * scale), self.planner.log
+            peak = level.peak / scale
             if self._last is not None and low == 0:
                 planned, compiled = self._last
-                self._by_policies(level.flops, _MAYBE * self.room * planned / max(1, compiled))
+                self._by_policies(level.flops, _MAYBE * self.room * scale * planned / max(1, compiled))
                 fits, self.planner.log = self.fitting(), log
             if tries and level.flops > min((c.level.flops for c in fits), default=math.inf) and low == 0:
                 break
-            takes, known = min(beyond, float(level.peak)), len(self._looks)
-            made = self.look(level, beyond)
-            if len(self._looks) == known and level.peak > beyond:
+            takes, known = min(beyond, peak), len(self._looks)
+            made = self.look(level, beyond * scale)
+            least = min((c.memory.temporaries for c in self.found if c is not made), default=0)
+            if peak > beyond and (len(self._looks) == known or made.memory.temporaries > _LESS * least > 0):
                 break  # the least there is, again
             spare = self.room - made.memory.temporaries
             if spare >= 0:
@@ -383,7 +402,7 @@ class Search:
             self._policies = []
             for policy in POLICIES:
                 self.planner.log = []
-                level = self.planner.by_policy(self.program, policy, float(self.room))
+                level = self.planner.by_policy(self.program, policy, self.room * self._scale)
                 self._policies.append((level, self.planner.log))
             self._policies.sort(key=lambda row: row[0].flops)
         for row in list(self._policies):
@@ -391,14 +410,14 @@ class Search:
             if level.flops < flops and level.peak <= most:
                 self._policies.remove(row)
                 self.planner.log = log
-                if self.look(level, float(self.room)).memory.temporaries <= self.room:
+                if self.look(level, self.room * self._scale).memory.temporaries <= self.room:
                     break
 
     def look(self, level: Level, beyond: float) -> Candidate:
         """The program of a level, as XLA orders it in the way that took less before; both ways are tried at first,
         and where the other may be within the budget."""
         log = self.planner.log
-        key = repr([x for x in log if not isinstance(x, float)])
+        key = _key(log)
         lowered = None
         for order in self._orders:
             made = [c for (k, _), c in self._looks.items() if k == key]
@@ -408,15 +427,58 @@ class Search:
             ):
                 continue
             lowered = made[0].lowered if made else self.lower(level)
-            memory, operations = look_at(lowered, memory=order)
-            self.tried.append(memory.total)
-            self._looks[key, order] = Candidate(lowered, memory, order, level, beyond, log, operations)
-            self.found.append(self._looks[key, order])
+            self._look_in(order, Candidate(lowered, self.before, order, level, beyond, log))
         made = sorted((c for (k, _), c in self._looks.items() if k == key), key=lambda c: c.memory.total)
         if len(made) > 1:
             self._orders = tuple(c.order for c in made)
             self._other = _CLOSE * made[0].memory.temporaries / max(1, made[1].memory.temporaries)
         return made[0]
+
+    def _look_in(self, order: bool, of: Candidate) -> Candidate:
+        memory, operations = look_at(of.lowered, memory=order)
+        self.tried.append(memory.total)
+        made = replace(of, memory=memory, order=order, operations=operations)
+        self._looks[_key(of.log), order] = made
+        self.found.append(made)
+        return made
+
+    def _elsewhere(self) -> None:
+        """Where nothing is within the budget: XLA places temporaries in results, too, and does not take less of all
+        that takes less by the model. So the policies' programs are looked at, however far the model has them, then
+        plans for more bytes, and all of them in XLA's other order."""
+        if self.room <= 0:
+            return
+        self._by_policies(math.inf, math.inf)
+        asked = max((c.beyond for c in self.found if c.beyond < math.inf), default=math.inf)
+        most = unplanned_bytes(self.program)
+        for part in _UPWARDS if asked < most else ():
+            if self.fitting() or self._late:
+                return
+            beyond = math.inf if part == 1.0 else asked + part * (most - asked)
+            self.planner.log = []
+            self.look(self.planner.level(self.program, beyond), beyond)
+        if not self.fitting():
+            self._in_other_order()
+
+    @property
+    def _late(self) -> bool:
+        return time.process_time() > self.until
+
+    def _in_other_order(self) -> None:
+        """The program that takes least in XLA's other order, which one look at the start may have ruled out, and, if
+        that is less, those with the fewest operations, up to the first that is within the budget."""
+        alone = [c for c in self.found if (_key(c.log), not c.order) not in self._looks]
+        if len(self._orders) == 1 or not alone:
+            return
+        nearest = min(alone, key=lambda c: c.memory.temporaries)
+        made = self._look_in(not nearest.order, nearest)
+        if made.memory.temporaries >= nearest.memory.temporaries:
+            return
+        for c in sorted(alone, key=lambda c: (c.level.flops, c.memory.temporaries)):
+            if c is not nearest:
+                made = self._look_in(not c.order, c)
+            if made.memory.temporaries <= self.room or self._late:
+                return
 
     @property
     def _near(self) -> float:

@@ -158,14 +158,18 @@ def _use(use: Use) -> str:
 # --- what runs are given ---
 
 
-def feeds_of(program: Program) -> dict[str, Any]:
-    """Random inputs of the sizes that a model was planned for."""
+_BELOW = (4, 2, 1)
+"""Bounds of whole numbers among random inputs, tried in turn: they may be indices of a table of one row."""
+
+
+def feeds_of(program: Program, below: int = _BELOW[0]) -> dict[str, Any]:
+    """Random inputs of the sizes that a model was planned for, with whole numbers ``below`` one."""
     graph = program.graph
     sizes = {
         graph.values[v].name: graph.values[v].shape for v in graph.inputs
         if graph.storages[graph.values[v].storage].kind == "input"
     }  # fmt: skip
-    return random_feeds(program.model.path, sizes)
+    return random_feeds(program.model.path, sizes, below=below)
 
 
 def read_feeds(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -301,13 +305,13 @@ def _best(
     """As `write_best`; ``brought``: the files of data that were made beside the file."""
     portability = portable(program.model)[0]
     tried: dict[str, Sessions] = {}
+    bounds = list(_BELOW)
     with part_of(target, ".onnx") as part:
         for name, given in _WAYS.items():
             brought.update(write_model(program, plan, part, given, named=target))
             try:
                 check_room(original, _AT_ONCE)
-                inputs = feeds_of(original) if feeds is None else feeds
-                tried[name] = _again_if_close(original, part, given, inputs)
+                tried[name] = _on_inputs(original, part, given, feeds, bounds)
             except Unsupported as error:
                 os.replace(part, target)
                 return Answer(name, given, portability, tried, str(error))
@@ -325,6 +329,24 @@ def _best(
         shutil.copyfile(original.model.path, part)
         os.replace(part, target)
     return Answer("as it was", AS_IT_IS, "any", tried)
+
+
+def _on_inputs(
+    original: Program,
+    file: Path,
+    given: Mapping[str, Any],
+    feeds: Mapping[str, Any] | None,
+    bounds: list[int],
+) -> Sessions:
+    """Compared on ``feeds``, or on random inputs within the first of ``bounds`` on which the model runs; those before
+    it are taken out."""
+    while feeds is None and len(bounds) > 1:
+        try:
+            return _again_if_close(original, file, given, feeds_of(original, bounds[0]))
+        except _DoesNotRun:
+            bounds.pop(0)
+    inputs = feeds_of(original, bounds[0]) if feeds is None else feeds
+    return _again_if_close(original, file, given, inputs)
 
 
 def _again_if_close(

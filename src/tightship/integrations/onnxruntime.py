@@ -336,9 +336,9 @@ def _read(events: list[dict[str, Any]], outputs: Any) -> Measured:
 
 
 def random_feeds(
-    path: str | os.PathLike[str], sizes: Mapping[str, tuple[int, ...]], seed: int = 0
+    path: str | os.PathLike[str], sizes: Mapping[str, tuple[int, ...]], seed: int = 0, below: int = 4
 ) -> dict[str, Any]:
-    """Inputs for a model: normal numbers, small whole numbers, or true, of the given shapes."""
+    """Inputs for a model: normal numbers, whole numbers from 0 to ``below``, or true, of the given shapes."""
     rng = np.random.default_rng(seed)
     options = session_options(level="disabled")
     options.log_severity_level = 3
@@ -351,5 +351,5 @@ def random_feeds(
         elif "bool" in i.type:
             feeds[i.name] = np.ones(shape, dtype=bool)
         else:
-            feeds[i.name] = rng.integers(0, 4, shape).astype(i.type[len("tensor(") : -1])
+            feeds[i.name] = rng.integers(0, below, shape).astype(i.type[len("tensor(") : -1])
     return feeds

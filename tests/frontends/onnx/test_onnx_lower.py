@@ -212,6 +212,45 @@ def test_nameless_dimensions_are_those_of_their_axis(tmp_path):
     assert graph.storages[storage_of(graph, "y")].size == 2 * 3 * 4 * 16 * 4
 
 
+@pytest.mark.parametrize(
+    ("follows", "size"),
+    [
+        ("past + seq", 7),
+        ("2*past", 8),
+        ("(past - 1)//2 + seq", 4),
+        ("Max(1, seq)", 3),
+        ("past * (seq + 1) / 2", 8),
+    ],
+)
+def test_dimensions_that_follow_from_others_are_not_asked_for(tmp_path, follows, size):
+    """Names as optimum and torch write them."""
+    inputs = [value("x", ["past", 16]), value("y", ["seq", 16]), value("mask", [follows, 16])]
+    ends = [value("a", [follows, 16]), value("b", None), value("c", None)]
+    model = made([node("Neg", [a], [b]) for a, b in ("xb", "yc", ("mask", "a"))], inputs, ends)
+    with pytest.raises(UnknownSize, match=r"give --shape past=N,seq=N$"):
+        graph_of(tmp_path, model)
+    for shape in ("past=4,seq=3", {"past": 4, "seq": 3, follows: size}):
+        graph = graph_of(tmp_path, model, shape)
+        assert graph.storages[storage_of(graph, "a")].size == size * 16 * 4
+    graph = graph_of(tmp_path, model, f"past=4,seq=3,mask={size + 1}x16")
+    assert graph.storages[storage_of(graph, "a")].size == (size + 1) * 16 * 4
+
+
+def test_a_dimension_that_follows_from_others_is_none_below_nothing(tmp_path):
+    model = made([node("Neg", ["x"], ["y"])], [value("x", ["a", "a - 3"])], [value("y", None)])
+    with pytest.raises(BadInput, match=r"dimension 'a - 3' is -1"):
+        graph_of(tmp_path, model, "a=2")
+
+
+def test_sizes_are_asked_for_before_types_that_the_runtime_knows(tmp_path):
+    """What onnxruntime's own ops make is known once the sizes of the inputs are."""
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    nodes = [node("FusedMatMul", ["x", "x"], ["y"], domain="com.microsoft", transB=1)]
+    model = made(nodes, [value("x", ["n", 8])], [value("y", None)], opsets=opsets)
+    with pytest.raises(UnknownSize, match=r"unknown size of n .*; give --shape n=N$"):
+        graph_of(tmp_path, model)
+
+
 def test_only_sizes_of_inputs_are_asked_for_where_they_may_suffice(tmp_path):
     nodes = [node("NonZero", ["x"], ["where"]), node("Neg", ["where"], ["out"])]
     model = made(nodes, [value("x", ["batch", 8])], [value("out", None, TensorProto.INT64)])

@@ -21,7 +21,7 @@ from onnx import shape_inference
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.onnx import contrib
 from tightship.frontends.onnx.load import Model, external
-from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, type_of
+from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, parts_of, type_of
 from tightship.frontends.onnx.wire import held
 
 __all__ = ["MOST", "Scope", "constant_type", "constant_value", "evaluated", "infer", "label"]
@@ -73,14 +73,13 @@ def infer(model: Model, shapes: Shapes) -> Scope:
     scope = walk.graph(model.proto.graph, None, None)
     shapes.check_used(walk.names, "--shape")
     if walk.unknown:
-        unknown = list(walk.of_inputs or walk.unknown)  # with these sizes the others may be known, too
-        names = ", ".join(f"{n} ({walk.unknown[n]})" for n in unknown)
-        hint = ",".join(f"{n}={'NxM' if n in walk.shapeless else 'N'}" for n in unknown[:4])
-        raise UnknownSize(f"unknown size of {names}; give --shape {hint}", place=str(model.path))
+        raise walk.missing()
     scope.notes = tuple(walk.notes)
     return scope
 
 
+_HINTED: Final = 8
+"""Dimensions that a message writes out as they are given."""
 _DECLARE: Final = (
     "an op of a domain that neither onnx nor onnxruntime knows needs the type and shape of its results in the "
     "model's value_info (onnx.helper.make_tensor_value_info)"
@@ -97,6 +96,15 @@ class _Walk:
         self.notes: list[str] = []
         self.shapeless: set[str] = set()  # values among them of which not even the rank is known
         self.names: dict[str, None] = {}  # of the dimensions that can be given
+
+    def missing(self) -> UnknownSize:
+        """What is said of sizes that are unknown: of those that follow from others, these."""
+        asked = list(self.of_inputs or self.unknown)  # with these sizes the others may be known, too
+        unknown = [n for n in asked if not (parts := parts_of(n)) or not parts <= self.names.keys()] or asked
+        names = ", ".join(f"{n} ({self.unknown[n]})" for n in unknown)
+        hint = ",".join(f"{n}={'NxM' if n in self.shapeless else 'N'}" for n in unknown[:_HINTED])
+        more = ",…" if len(unknown) > _HINTED else ""
+        return UnknownSize(f"unknown size of {names}; give --shape {hint}{more}", place=self.place)
 
     # --- graphs ---
 
@@ -204,6 +212,8 @@ class _Walk:
                     nbytes_of(
                         TensorType(text.dtype, ()), f"{self.place}: value {given!r}"
                     )  # a string has none
+                if self.of_inputs:  # the runtime is asked for types where sizes are known
+                    raise self.missing()
                 raise UnknownSize(f"unknown type of the value {name!r}; {_DECLARE}", place=where)
             scope.types[name] = t
             settled.append(t)

@@ -9,7 +9,9 @@ The tables of views and of results written over an input are those of onnxruntim
 
 from __future__ import annotations
 
+import ast
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ __all__ = [
     "is_random",
     "may_overwrite",
     "nbytes_of",
+    "parts_of",
     "type_of",
     "viewed",
 ]
@@ -187,9 +190,20 @@ class Shapes:
             self.whole[name] = sizes
 
     def size(self, name: str) -> int | None:
+        """The size of a dimension, also of one that is named by how it follows from others: ``past + seq``. Raises
+        ``BadInput`` for one below 0."""
         found = self.dims.get(name)
         if found is not None:
             self.used.add(name)
+            return found
+        parts = parts_of(name)
+        if not parts or not parts <= self.dims.keys():
+            return None
+        found = _computed(ast.parse(name, mode="eval").body, self.dims)
+        if found is not None:
+            self.used |= parts
+            if not 0 <= found <= MAX_BYTES:
+                raise BadInput(f"dimension {name!r} is {found}, not from 0 to 2^63-1", place="--shape")
         return found
 
     def applied(self, value: str, t: TensorType) -> TensorType:
@@ -235,6 +249,57 @@ class Shapes:
             if name not in self.used:
                 names = ", ".join(dict.fromkeys(known)) or "none"
                 raise BadInput(f"unknown dimension {name!r}; the model has {names}", place=place)
+
+
+# --- dimensions that follow from others ---
+
+_OPERATORS: Final[dict[type, Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_FUNCTIONS: Final = {"max": max, "min": min}
+_LONGEST: Final = 300
+"""Characters of a dimension's name that is read as an expression."""
+
+
+def parts_of(name: str) -> frozenset[str]:
+    """The dimensions that one follows from, by a name that is an expression, as exporters write it (``past + seq``,
+    ``2*batch``, ``Max(1, s0)``); none for a plain name."""
+    if len(name) > _LONGEST or name.isidentifier():
+        return frozenset()
+    try:
+        tree = ast.parse(name, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    every = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+    calls = {x.func.id for x in ast.walk(tree) if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)}
+    names = frozenset(every - calls)
+    return names if _computed(tree, dict.fromkeys(names, 1 << 20)) is not None else frozenset()
+
+
+def _computed(x: ast.expr, sizes: Mapping[str, int]) -> int | None:
+    """An expression of sizes; None where it is none."""
+    if isinstance(x, ast.Name):
+        return sizes.get(x.id)
+    if isinstance(x, ast.Constant):
+        return x.value if type(x.value) is int else None
+    if isinstance(x, ast.BinOp):
+        a, b = _computed(x.left, sizes), _computed(x.right, sizes)
+        if a is None or b is None:
+            return None
+        if isinstance(x.op, ast.Div):  # of symbols, where it is known to leave nothing
+            return a // b if b and a % b == 0 else None
+        if type(x.op) not in _OPERATORS or (isinstance(x.op, (ast.FloorDiv, ast.Mod)) and not b):
+            return None
+        return int(_OPERATORS[type(x.op)](a, b))
+    if isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and x.args and not x.keywords:
+        values = [_computed(y, sizes) for y in x.args]
+        function, known = _FUNCTIONS.get(x.func.id.lower()), [v for v in values if v is not None]
+        return int(function(known)) if function is not None and len(known) == len(values) else None
+    return None
 
 
 _VIEWS: Final = frozenset("Identity Reshape Squeeze Unsqueeze Flatten".split())
