@@ -554,3 +554,36 @@ def test_gradients_count_from_the_backward_pass_to_the_update(kept, accumulate):
     static = sum(aligned(t.nbytes) for t in (*model.state_dict().values(), *batch))
     static += sum(aligned(t.nbytes) for s in optimizer.state.values() for t in s.values())
     assert static + meter.peak == measured["measured_peak"] == measured["planned_peak"]
+
+
+def wide():
+    """Gradients take as many bytes as what is saved for the backward pass."""
+    torch.manual_seed(0)
+    rows = [row for _ in range(6) for row in (nn.Linear(128, 128), nn.Tanh(), nn.LayerNorm(128))]
+    return nn.Sequential(nn.Linear(16, 128), *rows, nn.Linear(128, 5))
+
+
+@pytest.mark.parametrize("budget", ["80%", "70%"])
+@pytest.mark.parametrize("how", ["split", "skip_nonfinite", "accumulate"])
+def test_where_an_arena_beside_all_gradients_costs_recomputation_the_heap_is_taken(kept, how, budget):
+    model, other = wide(), wide()
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    options = {how: 2 if how == "accumulate" else True}
+    g = torch.Generator().manual_seed(1)
+    data = [(torch.randn(160, 16, generator=g), torch.randint(5, (160,), generator=g)) for _ in range(4)]
+    step = fit(model, loss_fn, optimizer, data[0], budget, cache=kept, seconds_per_op=0.0, strict=True, **options)
+    for k, batch in enumerate(data):
+        ours = step.backward(batch) if how == "split" else step(batch)
+        if how == "split":
+            step.update()
+            optimizer.zero_grad()
+        expected = loss_fn(other, batch)
+        expected.backward()
+        if how != "accumulate" or k % 2:
+            theirs.step()
+            theirs.zero_grad()
+        assert torch.equal(ours, expected) and all(map(torch.equal, model.parameters(), other.parameters()))
+        measured = step.measure()
+        assert measured["measured_peak"] == measured["planned_peak"] <= measured["budget"]
+    plan = step.plan  # with an arena some are refused, and others far above the bound
+    assert plan.time < plan.time_bound + 0.03 * plan.time_before

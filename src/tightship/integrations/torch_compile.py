@@ -31,9 +31,8 @@ import torch
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute import allocator
 from tightship.execute.interpreter import Fallback
-from tightship.execute.prepared import plan_on_heap
+from tightship.execute.prepared import faster_on_heap, plan_on_heap
 from tightship.execute.profile import profile
-from tightship.execute.script import device_of
 from tightship.frontends.torch import compat, compat_compile, compat_distributed
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
@@ -71,10 +70,6 @@ _RESOLVED = (
     "the budget is a percentage of the first training step: begin with the largest kind of batch, give bytes, or "
     "give models that are compiled apart options of their own"
 )
-
-
-_SLOWER = 0.01
-"""By what part of the unplanned time a plan with an arena may be slower than one on the heap."""
 
 
 _BUCKETS = (
@@ -594,21 +589,10 @@ class _Compilation:
                 raise
             plan = plan_on_heap(graph, limit, options)
         else:
-            plan = self._without_arena(graph, limit, options, plan) if arena else plan
+            if limit is not None:
+                heap = replace(options, place=False)
+                plan = faster_on_heap(graph, limit, plan, lambda: default_plan(graph, limit, heap))
         return replace(plan, notes=(*plan.notes, *notes))
-
-    def _without_arena(self, graph: Graph, limit: int | None, options: PlannerOptions, plan: Plan) -> Plan:
-        """The plan on the ordinary heap, where that takes less time: an arena keeps what it spans while results, all
-        gradients at last, lie beside it. On the CPU alone: PyTorch's own allocators need more than is in use."""
-        least = _SLOWER * plan.time_before
-        if limit is None or plan.time <= plan.time_bound + least or device_of(graph) not in (None, "cpu"):
-            return plan
-        heap = default_plan(graph, limit, replace(options, place=False))
-        if heap.time > plan.time - least:
-            return plan
-        slower, now = (100 * (p.time / p.time_before - 1) for p in (plan, heap))
-        note = f"with an arena it would take {slower:+.1f} % time, not {now:+.1f} %: it runs on the ordinary heap"
-        return replace(heap, notes=(*heap.notes, note))
 
     def _planner_options_here(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
         """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
