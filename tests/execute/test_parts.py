@@ -571,7 +571,9 @@ def test_where_an_arena_beside_all_gradients_costs_recomputation_the_heap_is_tak
     options = {how: 2 if how == "accumulate" else True}
     g = torch.Generator().manual_seed(1)
     data = [(torch.randn(160, 16, generator=g), torch.randint(5, (160,), generator=g)) for _ in range(4)]
-    step = fit(model, loss_fn, optimizer, data[0], budget, cache=kept, seconds_per_op=0.0, strict=True, **options)
+    step = fit(
+        model, loss_fn, optimizer, data[0], budget, cache=kept, seconds_per_op=0.0, strict=True, **options
+    )
     for k, batch in enumerate(data):
         ours = step.backward(batch) if how == "split" else step(batch)
         if how == "split":
