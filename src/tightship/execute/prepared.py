@@ -26,10 +26,10 @@ from tightship.execute.allocator import Arena
 from tightship.execute.away import Streams
 from tightship.execute.binding import Binding, Identity
 from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
+from tightship.execute.heap import ONLY_ON_HEAP, faster_on_heap, on_cpu, plan_on_heap
 from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
-from tightship.execute.script import device_of
 from tightship.execute.split import Change, Choice, Splitting, advice
 from tightship.execute.stream import Streaming, least_streamed, streaming_advice
 from tightship.execute.weights import into_memory
@@ -531,23 +531,24 @@ class Prepared(NotCopied, Shown):
 
     def _plan_or_heap(self, graph: Graph, limit: int, took: float) -> Plan:
         """A plan with an arena, or on the heap, where only that fits or it takes less time."""
-        planner = self.settings.planner
+        planner, began = self.settings.planner, time.perf_counter()
+        if not isinstance(planner, KeptPlans):
+            return self._plan(graph, limit, took)
 
         def on_heap() -> Plan:
-            assert isinstance(planner, KeptPlans)
-            return planner.with_options({"place": False})(graph, limit)
+            left = default.seconds_left(planner.options.seconds, took + time.perf_counter() - began)
+            return planner.with_options({"place": False})(graph, limit, seconds=left)
 
         try:
             plan = self._plan(graph, limit, took)
         except Infeasible as no:
-            plain = isinstance(planner, KeptPlans) and planner.options.allow == default.Options().allow
-            if not (plain and no.placed and on_cpu(graph)):
+            if not (planner.options.allow == default.Options().allow and no.placed and on_cpu(graph)):
                 raise
             try:
                 return replace(plan := on_heap(), notes=(*plan.notes, ONLY_ON_HEAP))
             except Infeasible:
                 raise no from None
-        return faster_on_heap(graph, limit, plan, on_heap) if isinstance(planner, KeptPlans) else plan
+        return faster_on_heap(graph, limit, plan, on_heap)
 
     def _plan(self, graph: Graph, limit: int | None, took: float) -> Plan:
         planner, progress = self.settings.planner, self.settings.progress
@@ -605,40 +606,6 @@ def within_unplanned(no: Infeasible, peak: int) -> Infeasible:
     others = tuple(e for e in no.enough if e.options and e.nbytes < peak)
     own = min((e.nbytes for e in no.enough if not e.options), default=peak)
     return no.with_enough((Enough(min(own, peak)), *others))
-
-
-def plan_on_heap(graph: Graph, budget: int | None, options: default.Options) -> Plan:
-    """Where only the peak is within a budget, and what an arena needs is not."""
-    plan = default.plan(graph, budget, replace(options, place=False))
-    return replace(plan, notes=(*plan.notes, ONLY_ON_HEAP))
-
-
-ONLY_ON_HEAP = "an arena does not fit the budget, the peak does: the plan runs on the ordinary heap"
-
-_SLOWER, _HANDED = 0.01, 100
-"""By what part of the unplanned time a plan with an arena may be slower than one on the heap, and what part of the
-budget results outside are at least, as its inverse, where that is looked at."""
-
-
-def on_cpu(graph: Graph) -> bool:
-    return device_of(graph) in (None, "cpu")
-
-
-def faster_on_heap(graph: Graph, limit: int, plan: Plan, on_heap: Callable[[], Plan]) -> Plan:
-    """A ``plan`` with an arena, or, where that takes less time, the one ``on_heap``: an arena keeps what it spans
-    while results lie beside it, all gradients at last. On the CPU alone: PyTorch's own allocators need more than is
-    in use."""
-    least = _SLOWER * plan.time_before
-    plain = all(s.kind in ("compute", "recompute", "free") for s in plan.steps)
-    large = plan.arena and plan.handed * _HANDED >= limit
-    if not (plain and large and on_cpu(graph)) or plan.time <= plan.time_bound + least:
-        return plan
-    heap = on_heap()
-    if heap.time > plan.time - least:
-        return plan
-    slower, now = (100 * (p.time / p.time_before - 1) for p in (plan, heap))
-    note = f"with an arena it would take {slower:+.1f} % time, not {now:+.1f} %: it runs on the ordinary heap"
-    return replace(heap, notes=(*heap.notes, note))
 
 
 # --- the caller's own tensors ---

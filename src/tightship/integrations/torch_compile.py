@@ -30,8 +30,8 @@ import torch
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute import allocator
+from tightship.execute.heap import faster_on_heap, plan_on_heap
 from tightship.execute.interpreter import Fallback
-from tightship.execute.prepared import faster_on_heap, plan_on_heap
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat, compat_compile, compat_distributed
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
@@ -578,20 +578,22 @@ class _Compilation:
         """With an arena, unless one (and results beside it) needs more than the budget although the peak
         does not, or, on the CPU, only fits with more recomputation."""
         options, notes = self._planner_options_here(graph)
-        # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
-        left = seconds_left(options.seconds, time.perf_counter() - self.began)
-        options = replace(options, reuse=False, seconds=left)
         arena = self.options.arena
+
+        def now(place: bool) -> PlannerOptions:
+            # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
+            left = seconds_left(options.seconds, time.perf_counter() - self.began)
+            return replace(options, reuse=False, seconds=left, place=place)
+
         try:
-            plan = default_plan(graph, limit, replace(options, place=arena))
+            plan = default_plan(graph, limit, now(arena))
         except Infeasible as error:
             if error.impossible or not arena:
                 raise
-            plan = plan_on_heap(graph, limit, options)
+            plan = plan_on_heap(graph, limit, now(False))
         else:
             if limit is not None:
-                heap = replace(options, place=False)
-                plan = faster_on_heap(graph, limit, plan, lambda: default_plan(graph, limit, heap))
+                plan = faster_on_heap(graph, limit, plan, lambda: default_plan(graph, limit, now(False)))
         return replace(plan, notes=(*plan.notes, *notes))
 
     def _planner_options_here(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:

@@ -6,8 +6,8 @@ ours. Seeds: keep everything, checkpoints as people set them, saved sets by pric
 what the problem's archive has; where none of them is within the budget, batches of evictions that cover the excess
 (ours), and greed after that; where those and annealing leave more than a point to the goal, also checkpoints as
 blocks are found, dynamic programming over a chain of blocks, and the ladder from each side of the budget. Ends at
-the goal, once a whole run of annealing gained less than the gap, or a later one little of what is left, and where
-that is more than a point above the goal, some more of them did. Guarantee:
+the goal, once a whole run of annealing gained less than the gap, or a later one little of what is left; where that is
+more than a point above the goal, runs begin anew from where the first one began, some times. Guarantee:
 never worse than any seed tried, nor than what was found for less memory on the same problem; the same seed and work
 limit give the same plan, and more work goes on where less of it ends. Complexity: a replay per candidate, anytime.
 Known limits: no proof of optimality; the gap to the lower bound is reported instead.
