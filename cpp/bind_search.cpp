@@ -242,8 +242,8 @@ void check_ops(const Program& p) {
 }
 
 Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, const RowsIn& mutates,
-             const RowsIn& updates, const Array<i64>& extra, const Array<double>& time, const Flags& pure,
-             const Flags& fixed, const Array<i64>& size, const Flags& owned, const Flags& kept,
+             const RowsIn& updates, const Array<i64>& extra, const Array<double>& time,
+             const Array<double>& again, const Flags& pure, const Flags& fixed, const Array<i64>& size, const Flags& owned, const Flags& kept,
              const Array<i32>& order, const Array<i64>& packed, const Array<double>& pack,
              const Array<double>& unpack, const Array<double>& offload, const Array<double>& fetch,
              const Array<double>& lost, const Flags& may, const Flags& must, i32 boundary,
@@ -285,7 +285,8 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
     // What is there, what an op makes anew and what it needs beside that.
     all.add("size", size);
     all.add("extra", ops ? *std::max_element(p.extra.begin(), p.extra.end()) : 0);
-    p.time = seconds("time", time, ops), p.pack = seconds("pack", pack, storages);
+    p.time = seconds("time", time, ops), p.again = seconds("again", again, ops);
+    p.pack = seconds("pack", pack, storages);
     p.unpack = seconds("unpack", unpack, storages), p.offload = seconds("offload", offload, storages);
     p.fetch = seconds("fetch", fetch, storages), p.lost = seconds("lost", lost, storages);
     p.pure = column("pure", pure, ops), p.fixed = column("fixed", fixed, ops);
@@ -399,12 +400,13 @@ nb::tuple cover_of(Engine& e, i64 limit, const Flags& start, i64 work, double se
 
 nb::tuple anneal_of(Engine& e, const RowsIn& groups, const RowsIn& twins, const Array<i64>& families,
                     i64 limit, const Flags& start, double heat, i64 span, i64 work, double seconds,
-                    std::uint64_t seed, const nb::object& progress) {
+                    double exchanges, std::uint64_t seed, const nb::object& progress) {
     const Rows rows = groups_of(e, "groups", groups);
     const IsomorphicLayers layers = layers_of(e, twins, families);
     check::finite("heat", heat);
+    check::finite("exchanges", exchanges);
     return searched(e, limit, start, work, seconds, progress, [&](const Bits& from, const Budget& budget) {
-        return anneal(e, rows, layers, limit, from, {heat, span}, seed, budget);
+        return anneal(e, rows, layers, limit, from, {heat, span}, exchanges, seed, budget);
     });
 }
 
@@ -447,7 +449,7 @@ void bind_search(nb::module_& m) {
           "Which nodes edges lead to from a start, or from one that is reached.");
     nb::class_<Engine>(m, "Engine")
         .def(nb::new_(&make), "reads"_a, "needs"_a, "defines"_a, "mutates"_a, "updates"_a, "extra"_a,
-             "time"_a, "pure"_a, "fixed"_a, "size"_a, "owned"_a, "kept"_a, "order"_a, "packed"_a, "pack"_a,
+             "time"_a, "again"_a, "pure"_a, "fixed"_a, "size"_a, "owned"_a, "kept"_a, "order"_a, "packed"_a, "pack"_a,
              "unpack"_a, "offload"_a, "fetch"_a, "lost"_a, "may"_a, "must"_a, "boundary"_a, "overwrites"_a,
              "ending"_a, "until_written"_a = false, "brief"_a = false)
         .def_prop_ro("gaps", &gaps_of)
@@ -462,10 +464,12 @@ void bind_search(nb::module_& m) {
             },
             "positions"_a)
         .def("evaluate",
-             [](Engine& e, const Flags& evict, i64 limit) {
+             [](Engine& e, const Flags& evict, i64 limit, double cutoff) {
                  check_limit(limit);
-                 return as_dict(e.evaluate(bits(e, evict), limit));
-             })
+                 check::seconds(cutoff);
+                 return as_dict(e.evaluate(bits(e, evict), limit, cutoff));
+             },
+             "evict"_a, "limit"_a, "cutoff"_a = std::numeric_limits<double>::infinity())
         .def("walk", &walked, "decisions"_a, "limit"_a)
         .def("profile", [](Engine& e, const Flags& evict) { return to_numpy(e.profile(bits(e, evict))); })
         .def("emit", &emitted)
@@ -474,7 +478,7 @@ void bind_search(nb::module_& m) {
         .def("greedy", &greedy_of, "limit"_a, "start"_a, "work"_a, "seconds"_a, "progress"_a.none())
         .def("cover", &cover_of, "limit"_a, "start"_a, "work"_a, "seconds"_a, "progress"_a.none())
         .def("anneal", &anneal_of, "groups"_a, "twins"_a, "families"_a, "limit"_a, "start"_a, "heat"_a,
-             "span"_a, "work"_a, "seconds"_a, "seed"_a, "progress"_a.none())
+             "span"_a, "work"_a, "seconds"_a, "exchanges"_a, "seed"_a, "progress"_a.none())
         .def("lazy_greedy", &lazy_greedy_of, "rows"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a,
              "progress"_a.none())
         .def("priced_cut", &cut_of, "boundary"_a, "bytes_per_second"_a,

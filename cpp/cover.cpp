@@ -218,7 +218,7 @@ class Cover {
                 if (std::exchange(seen_[o], recipes_) == recipes_) continue;
                 ++looked_;
                 if (++r.ops > most) return r;
-                r.seconds += x_.p.time[o];
+                r.seconds += x_.p.again[o];
                 for (const i32 d : x_.p.defines[o]) r.bytes += x_.p.size[d];
                 for (const i32 t : x_.p.reads[o]) {
                     if (t == s || (x_.p.updates.size(o) && x_.p.updates.has(o, t))) continue;

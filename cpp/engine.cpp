@@ -177,7 +177,7 @@ void Engine::recompute(i32 op, i32 wanted) {
         step.storages.clear();
         s_.now += x_.p.time[op];
     } else {
-        s_.spend(x_.p.time[op]);
+        s_.spend(x_.p.again[op]);
     }
     if (s_.steps) step.reuses = reused_;
     if (s_.steps) s_.steps->push_back(std::move(step));

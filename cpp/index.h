@@ -30,7 +30,7 @@ struct Program {
     i64 ops = 0, storages = 0;
     Rows reads, needs, defines, mutates, updates;      // by op: storages; needs is parallel to reads
     std::vector<i64> extra;                            // by op: bytes beyond its results while it runs
-    std::vector<double> time;                          // by op: seconds
+    std::vector<double> time, again;                   // by op: seconds, the first time and run again
     std::vector<std::uint8_t> pure;                    // by op
     std::vector<std::uint8_t> fixed;                   // by op: others wait for it, so it may not run later
     std::vector<i64> size;                             // by storage: bytes

@@ -12,9 +12,9 @@ constexpr int kTries = 8;                   // to find two gaps that differ
 }  // namespace
 
 Neighborhood::Neighborhood(const Index& index, const Rows& groups, const IsomorphicLayers& layers,
-                           std::uint64_t seed)
+                           double exchanges, std::uint64_t seed)
     : index_(index), groups_(groups), layers_(layers), gaps_(static_cast<i64>(index.gaps.size())),
-      rng_(seed) {
+      exchanges_(exchanges), rng_(seed) {
     for (i64 g = 0; g < gaps_; ++g)
         for (std::uint8_t to = kPack; to < kDecisions; ++to)
             if (index.allows(static_cast<i32>(g), to)) others_ |= 1 << to;
@@ -31,6 +31,7 @@ void Neighborhood::one(Bits& bits, Changes& changes) {
         const double kind = uniform();
         if (kind < kCopy) return copy(bits, changes);
         if (kind < kCopy + kSwap) return swap(bits, changes);
+        if (kind < kCopy + kSwap + exchanges_) return exchange(bits, changes);
     }
     flip(bits, changes);
 }
@@ -105,6 +106,30 @@ void Neighborhood::swap(Bits& bits, Changes& changes) {
         const std::uint8_t was = bits[a];
         set(bits, changes, a, bits[b]);
         return set(bits, changes, b, was);
+    }
+}
+
+// In one layer or in several, what one role has for what another of about as many bytes has.
+void Neighborhood::exchange(Bits& bits, Changes& changes) {
+    const i64 f = below(layers_.families()), first = layers_.family[f], roles = layers_.family[f + 1] - first;
+    const i64 layers = layers_.rows.size(first), at = below(layers);
+    auto size = [&](i32 gap) { return index_.p.size[index_.gaps[gap].storage]; };
+    for (int tries = 0; tries < kTries; ++tries) {
+        const i32* one = layers_.rows.begin(first + below(roles));
+        const i32* two = layers_.rows.begin(first + below(roles));
+        if (one[at] < 0 || two[at] < 0 || bits[one[at]] == bits[two[at]]) continue;
+        const i64 a = size(one[at]), b = size(two[at]);
+        if (a > 2 * b || b > 2 * a) continue;
+        i64 begin = at, end = at + 1;
+        if (uniform() < 0.7) std::tie(begin, end) = part(layers);
+        for (i64 k = begin; k < end; ++k) {
+            if (one[k] < 0 || two[k] < 0) continue;
+            const std::uint8_t was = bits[one[k]], now = bits[two[k]];
+            if (was == now) continue;
+            set(bits, changes, one[k], now);
+            set(bits, changes, two[k], was);
+        }
+        return;
     }
 }
 

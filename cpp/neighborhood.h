@@ -10,10 +10,12 @@
 namespace tightship {
 
 // A move sets a group of gaps (or part of it) to what most of it is not, or gives some layers of a family
-// what another has, or swaps what two gaps of one role have; sometimes two moves at once.
+// what another has, swaps what two gaps of one role have, or (a part `exchanges` of the moves) what two roles
+// of about as many bytes have; sometimes two moves at once.
 class Neighborhood {
   public:
-    Neighborhood(const Index& index, const Rows& groups, const IsomorphicLayers& layers, std::uint64_t seed);
+    Neighborhood(const Index& index, const Rows& groups, const IsomorphicLayers& layers, double exchanges,
+                 std::uint64_t seed);
 
     double uniform() { return std::uniform_real_distribution<double>(0, 1)(rng_); }
     void apply(Bits& bits, Changes& changes);
@@ -23,6 +25,7 @@ class Neighborhood {
     const Rows& groups_;
     const IsomorphicLayers& layers_;
     i64 gaps_;
+    double exchanges_;
     std::mt19937_64 rng_;
     int others_ = 0;  // decisions beyond recomputing that any gap allows
 
@@ -33,6 +36,7 @@ class Neighborhood {
     void flip(Bits& bits, Changes& changes);
     void copy(Bits& bits, Changes& changes);
     void swap(Bits& bits, Changes& changes);
+    void exchange(Bits& bits, Changes& changes);
     void set(Bits& bits, Changes& changes, i32 gap, std::uint8_t to);
 };
 

@@ -31,7 +31,7 @@ std::vector<std::uint8_t> priced_cut(const Index& index, i32 boundary, double by
     Network net;
     for (i32 at = 0; at < boundary; ++at) {
         const i32 o = p.order[at], node = ops + at;
-        const double price = waits[o] ? 0 : p.time[o] * bytes_per_second;
+        const double price = waits[o] ? 0 : p.again[o] * bytes_per_second;
         net.edge(source, node, price < 1e15 ? static_cast<i64>(price) : i64{1'000'000'000'000'000});
         auto made = [&](i32 s) {
             net.edge(node, enter(s), Network::kEndless);

@@ -41,7 +41,7 @@ Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget)
     Found best = begin(engine, limit, start);
     std::vector<double> recipe(p.storages, 0);  // seconds of all ops that write it
     for (i64 s = 0; s < p.storages; ++s)
-        for (const i32 w : x.writers[s]) recipe[s] += p.time[w];
+        for (const i32 w : x.writers[s]) recipe[s] += p.again[w];
     std::vector<std::uint8_t> banned(gaps.size(), 0);
     Bits now = best.evict;
     Cost cost = best.cost;
@@ -120,12 +120,12 @@ constexpr double kStep = 1.1, kCheapest = 0.05, kDearest = 1000;
 }  // namespace
 
 Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers, i64 limit, const Bits& start,
-             const Cooling& cooling, std::uint64_t seed, const Budget& budget) {
+             const Cooling& cooling, double exchanges, std::uint64_t seed, const Budget& budget) {
     const Index& x = engine.index();
     Found best = begin(engine, limit, start);
     if (x.gaps.empty()) return best;
     Meter meter(engine, budget);
-    Neighborhood moves(x, groups, layers, seed);
+    Neighborhood moves(x, groups, layers, exchanges, seed);
     const double base = std::max(1e-12, x.base_time);
     const double room = std::max<double>(1, double(limit - x.static_bytes));
     const double ops = double(std::max<i64>(1, x.p.ops));

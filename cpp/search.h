@@ -75,10 +75,11 @@ struct Cooling {
 
 // Simulated annealing over groups of gaps that belong together (the same tensor of every layer, one layer's
 // tensors, single gaps), and over what one layer has that another has not. Energy: extra seconds plus a price
-// on bytes above the limit. What it does depends on no limit of work: with more of it, it goes on where it
+// on bytes above the limit. `exchanges`: the part of the moves after which one tensor of a layer has what
+// another one had. What it does depends on no limit of work: with more of it, it goes on where it
 // would end.
 Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers, i64 limit, const Bits& start,
-             const Cooling& cooling, std::uint64_t seed, const Budget& budget);
+             const Cooling& cooling, double exchanges, std::uint64_t seed, const Budget& budget);
 
 // Evict row by row, or a part of a row from its front, always what costs the fewest seconds per excess gone,
 // by the exact cost of each candidate, until the peak is within the limit. What was tried longest ago counts

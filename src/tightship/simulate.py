@@ -27,6 +27,8 @@ from tightship.graph import Graph, Op, Rows
 from tightship.plan import FORMS, KINDS, Step
 
 __all__ = [
+    "SAVE_MOVES",
+    "SET_MOVES",
     "Timeline",
     "baseline",
     "extra_bytes",
@@ -36,6 +38,10 @@ __all__ = [
     "step_columns",
     "unplanned",
 ]
+
+SAVE_MOVES, SET_MOVES = 1, 3
+"""Moves of a random op's state: to save it, and, when the op runs again, to set that of now aside, set the saved one
+and put the other one back."""
 
 MANY = 4096
 """Steps, or ops, from which on the core replays, and makes steps: the same, in a tenth of the time."""
@@ -280,10 +286,9 @@ class _Machine:
                 self.fail("a recomputation restores what is not resident", self.name(s), i)
             self.full[s], self.version[s] = True, 1
             self.live += self.size[s]
-        # To save takes one move of the state; to set it aside, set the saved one and put it back takes three.
         seconds = op.time
         if op.random:
-            seconds += self.machine.state * (int(step.saves) + 3 * int(again))
+            seconds += self.machine.state * (SAVE_MOVES * int(step.saves) + SET_MOVES * int(again))
         self.compute_time += seconds
         self.advance(step, seconds)
         return during

@@ -87,7 +87,7 @@ def engine_calls() -> Iterator[Call]:
     twins = (np.array([0, 2, 4], np.int64), np.array([0, 1, 2, -1], np.int32))
     numbers = {"limit": 1 << 10, "start": keep, "work": 20_000, "seconds": 1.0}
     anneal = numbers | {"groups": groups, "twins": twins, "families": np.array([0, 2]), "heat": 0.1}
-    anneal |= {"span": 1000, "seed": 0, "progress": None}
+    anneal |= {"span": 1000, "exchanges": 0.1, "seed": 0, "progress": None}
 
     def method(name: str) -> Callable[..., Any]:
         return lambda **given: getattr(real(**arguments), name)(**given)

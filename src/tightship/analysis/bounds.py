@@ -40,7 +40,7 @@ from tightship.analysis.order import Mask, Rows, edges, once, pairs, reached
 from tightship.cached import cached_property
 from tightship.graph import Graph, distinct
 from tightship.options import NEVER, Deadline
-from tightship.simulate import extras, unplanned
+from tightship.simulate import SET_MOVES, extras, unplanned
 
 __all__ = [
     "Bound", "Moment", "Priced", "Relaxation", "Ways", "lower_bound", "relaxation", "replayable", "runs_again",
@@ -160,8 +160,9 @@ class Relaxation:
 
     @cached_property
     def _scaled(self) -> NDArray[np.int64]:
-        """Seconds of each op as integers; endless for what never runs again."""
-        seconds = self.graph.columns.time
+        """Seconds of running each op again, as integers; endless for what never does."""
+        columns = self.graph.columns
+        seconds = columns.time + SET_MOVES * self.graph.machine.state * (columns.random != 0)
         scaled = (seconds / self.total * _SCALE).astype(np.int64) if self.total else np.int64(0)
         return np.where(self.again, scaled, -1)
 

@@ -14,8 +14,9 @@ keeping everything; a seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ from tightship.planners.evict.problem import (
     best_of,
 )
 
-__all__ = ["Options", "between", "family", "plan"]
+__all__ = ["Options", "between", "family", "joined", "plan"]
 
 PLANNER = "evict/min-cut"
 """Its group and its name on the command line."""
@@ -107,6 +108,29 @@ def between(problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -
         changed = changed[np.argsort(problem.gaps[changed, 1], kind="stable")]
         for part in (changed, changed[::-1]):
             yield _mixed(cost, budget, pair, part, over)
+
+
+def joined(
+    problem: EvictionProblem, budget: int, best: Decision, others: Sequence[Bits], work: int
+) -> Decision:
+    """The best so far, or what is better: in some layers what ``others`` or a saved set have, else as it is. What is
+    recomputed through many layers is done once, where those behind them are over."""
+    begins, at = (0, *problem.begins, len(problem.order)), problem.gaps[:, 1]
+    near = sorted(combinations(range(len(begins)), 2), key=lambda ends: ends[1] - ends[0])
+    ends = [(0, k) for k in range(1, len(begins) - 1)]
+    ends += [(k, len(begins) - 1) for k in range(1, len(begins) - 1)]
+    ends += [pair for pair in near if pair[0] > 0 and pair[1] < len(begins) - 1]
+    sets = {dropped.tobytes(): dropped for dropped in problem.archive.cuts.values()}.values()
+    donors = [*others, *(_bits(dropped, kind) for dropped in sets for kind in _KINDS)]
+    spent = 0
+    for first, last in ends:
+        part = (at >= begins[first]) & (at < begins[last]) & problem.crossing
+        for bits in donors:
+            if spent >= work or problem.archive.stopped:
+                return replace(best, work=spent)
+            found = problem.cost(np.where(part, bits, best.evict), budget, best.extra)
+            best, spent = best_of((best, found)), spent + len(problem.order) + found.runs
+    return replace(best, work=spent)
 
 
 def _mixed(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from support.chains import chain
 from support.lowering import costs
+from tightship.analysis.bounds import time_bound
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners.evict import greedy
@@ -73,3 +75,19 @@ def test_a_state_larger_than_what_it_brings_back_is_not_saved() -> None:
 def test_nothing_random_nothing_changed() -> None:
     graph = chain(8)
     assert pure_random_ops(graph) == graph and save_random_states(graph, baseline(graph)) == baseline(graph)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_prices_a_saved_state_as_the_replay_does(seed: int) -> None:
+    graph = dice(30)
+    graph = replace(graph, machine=replace(graph.machine, state=1 / 64))
+    chained = tuple(k for k, op in enumerate(graph.ops) if op.random)
+    problem = EvictionProblem(pure_random_ops(graph), tuple(range(len(graph.ops))), chained=chained)
+    evict = np.random.default_rng(seed).integers(0, 2, len(problem.gaps), dtype=np.uint8)
+    found = problem.cost(evict, 1 << 60)
+    steps = save_random_states(graph, problem.steps(evict))
+    again = [s.op for s in steps if s.kind == "recompute" and graph.ops[s.op].random]
+    assert again and len(again) == len(set(again))
+    line = replay(graph, steps)
+    assert found.extra == pytest.approx(line.time - replay(graph, baseline(graph)).time)
+    assert time_bound(graph, line.peak) <= line.time

@@ -96,3 +96,48 @@ def test_dear_seeds_are_left_out_where_that_is_asked(monkeypatch, dear: bool) ->
     problem = EvictionProblem(chain(40), tuple(range(len(chain(40).ops))))
     anneal.plan(problem, 1, anneal.Options(work=20_000, dear=dear))
     assert bool(asked) == dear
+
+
+@pytest.mark.parametrize("layers", [6, 12])
+def test_two_plans_are_joined_where_each_is_the_better_one(layers: int) -> None:
+    """One evicts too much in the first layers, the other one in the last ones."""
+    problem = layered(layers, 4)
+    limit = int(0.6 * problem.kept.peak)
+    good = anneal.plan(problem, limit, anneal.Options(work=4_000_000, gap=0.0))
+    assert good.met
+    middle = problem.begins[len(problem.begins) // 2]
+    far = problem.crossing & (good.evict == 0)
+    halves = []
+    for part in (problem.gaps[:, 1] < middle, problem.gaps[:, 1] >= middle):
+        bits = good.evict.copy()
+        bits[far & part] = 1
+        halves.append(problem.cost(bits, HUGE))
+    first, second = (problem.cost(d.evict, limit) for d in halves)
+    limit = max(limit, first.peak, second.peak)
+    first, second = (problem.cost(d.evict, limit) for d in halves)
+    assert first.extra > good.extra < second.extra
+    found = min_cut.joined(problem, limit, first, [second.evict], 10_000_000)
+    assert found.met and found.extra <= good.extra
+    assert 0 < found.work <= 10_000_000 + 4 * len(problem.order)
+    assert min_cut.joined(problem, limit, first, [second.evict], 0).extra == first.extra
+
+
+def test_annealing_gives_one_tensor_of_a_layer_what_another_one_has() -> None:
+    """By exchanges alone: what is dear to make again stays instead of what is not."""
+    problem = layered(8, 4)
+    storages = tuple(replace(s, size=64) for s in problem.graph.storages)
+    problem = EvictionProblem(replace(problem.graph, storages=storages), problem.order)
+    definer = problem.graph.uses.definer
+    dear = [problem.graph.ops[definer[s]].time > 1 for s in problem.gaps[:, 0].tolist()]
+    start = problem.cost((problem.crossing & dear).astype("uint8"), HUGE)
+    found = {}
+    for exchanges in (0.0, 1.0):
+        run = problem.engine.anneal(
+            problem.groups, *problem.isomorphic_layers, start.peak, start.evict, 0.001, 100_000, 400_000, 10.0,
+            exchanges, 0, None,
+        )  # fmt: skip
+        found[exchanges] = problem.decision(run)
+    assert found[1.0].met
+    assert found[1.0].extra < 0.5 * start.extra
+    evicted = found[1.0].evict[problem.crossing & dear]
+    assert int((evicted > 0).sum()) < len(evicted) / 2

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from tightship.baselines import chain, checkpoint, min_cut
 from tightship.options import Deadline, option
 from tightship.planners.evict import blocks, greedy, keep, ladder
-from tightship.planners.evict.problem import OFFLOAD, Decision, EvictionProblem, Progress, best_of
+from tightship.planners.evict.problem import OFFLOAD, Bits, Decision, EvictionProblem, Progress, best_of
 
 __all__ = ["Options", "plan"]
 
@@ -32,7 +32,7 @@ tried, and then more."""
 _HEAT, _HOTTEST = 6.0, 0.1
 """The first temperature of every run, in step times: over the number of gaps, and at most."""
 _MIX, _CHAIN, _BLOCKS = 7_500_000, 7_500_000, 37_500_000
-_GREEDY, _LADDER, _RELAX = 15_000_000, 15_000_000, 4_500_000
+_JOIN, _GREEDY, _LADDER, _RELAX = 7_500_000, 15_000_000, 15_000_000, 4_500_000
 """Ops simulated at most for one seed of each kind."""
 _COVER = 3
 """The part of the work and of the time that covering the excess may take, as its inverse, and greed after that."""
@@ -43,6 +43,10 @@ _SLOW = 0.2
 """A run of annealing after the first that gains less than this part of what is left to the goal is the last."""
 _FAR = 0.01
 """So far above the goal, as a part of the step's time, dearer seeds are tried."""
+_JOINED = 3
+"""How often what runs of annealing came to is joined with the best so far, as long as that gains."""
+_EXCHANGES = 0.1
+"""Of the moves of runs that begin anew, the part after which one tensor of a layer has what another one had."""
 _RESTARTS = 3
 """How often annealing begins anew where what gains nothing more is so far above the goal."""
 
@@ -75,6 +79,8 @@ class _Search:
     deadline: Deadline
     over: list[Decision] = field(default_factory=list)
     """Seeds above the budget."""
+    ends: list[Bits] = field(default_factory=list)
+    """What runs of annealing ended with."""
     least: Deadline = field(init=False)
     """Until then seeds are tried in any case: without, plans of large graphs would take much longer, or not fit."""
 
@@ -182,11 +188,14 @@ class _Runs:
 
     def until_no_gain(self) -> None:
         """Annealing from the best as long as that gains; far from the goal also from where the first run began, by
-        other moves, in two runs each time: what a run comes down to depends on them by chance."""
+        other moves, in two runs each time: what a run comes down to depends on them by chance. What several came to,
+        and saved sets, are joined layer by layer."""
         search, start = self.search, self.search.best
+        search.take(_joined(search))
         while not search.ended:
             before = search.best
             search.take(self._one(before))
+            search.take(_joined(search))
             if not search.gained(before) or (self.count > 1 and self._slowed(before)):
                 break
         for _ in range(_RESTARTS):
@@ -197,6 +206,7 @@ class _Runs:
                 made = list(self._one(here, growth))
                 here = best_of((here, *made))
                 search.take(made)
+            search.take(_joined(search))
 
     def _slowed(self, before: Decision) -> bool:
         """Whether the last run gained a small part of what is left to the goal: the next one would hardly gain."""
@@ -212,13 +222,15 @@ class _Runs:
         self.count += 1
         run = problem.engine.anneal(
             problem.groups, *problem.isomorphic_layers, search.budget, start.evict, heat, size, work, seconds,
-            seed, search.progress,
+            _EXCHANGES if growth else 0.0, seed, search.progress,
         )  # fmt: skip
         found = search.spend(problem.decision(run))
         yield found
         if found.met:
             work, seconds = search.share(size // 8, 0.5)
-            yield search.spend(ladder.relaxed(problem, search.budget, found, work, seconds))
+            found = search.spend(ladder.relaxed(problem, search.budget, found, work, seconds))
+            yield found
+            search.ends.append(found.evict)
 
 
 def _by_hand(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
@@ -254,6 +266,19 @@ def _covered(search: _Search) -> Iterator[Decision]:
         if found.met or not found.valid:
             return
         start = found.evict
+
+
+def _joined(search: _Search) -> Iterator[Decision]:
+    """The best so far, far from the goal, with some of its layers as other runs or saved sets have them; again while
+    that gains."""
+    for _ in range(_JOINED):
+        before = search.best
+        if search.ended or not (search.options.dear and search.far):
+            return
+        work, _ = search.share(_JOIN, 0.0)
+        yield search.spend(min_cut.joined(search.problem, search.budget, before, search.ends, work))
+        if not search.gained(before):
+            return
 
 
 def _relaxed(search: _Search) -> Iterator[Decision]:

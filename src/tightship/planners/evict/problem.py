@@ -7,6 +7,7 @@ A gap is the stretch between two uses of a storage. Gaps that play one role in s
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,16 @@ from tightship.cached import cached_property
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph, distinct
 from tightship.plan import Step
-from tightship.simulate import Timeline, baseline, extras, make_steps, replay, unplanned
+from tightship.simulate import (
+    SAVE_MOVES,
+    SET_MOVES,
+    Timeline,
+    baseline,
+    extras,
+    make_steps,
+    replay,
+    unplanned,
+)
 
 __all__ = [
     "COMPRESS",
@@ -211,6 +221,7 @@ class EvictionProblem:
             updates=c.updates,
             extra=extras(g),
             time=c.time,
+            again=self._again(),
             pure=((c.random | c.effect) == 0).astype(np.uint8),
             fixed=fixed,
             size=c.size,
@@ -227,6 +238,13 @@ class EvictionProblem:
             engine.set_host_limit(self.host)
         engine.set_horizon(_horizon(engine, self.order, g))
         return engine
+
+    def _again(self) -> NDArray[np.float64]:
+        """By op, the seconds of running it again: of a random op also those of saving and setting its state."""
+        redrawn = [k for k in self.chained if not self.graph.ops[k].random]
+        again = self.graph.columns.time.copy()
+        again[redrawn] += (SAVE_MOVES + SET_MOVES) * self.graph.machine.state
+        return again
 
     def _ending(self) -> NDArray[np.int32]:
         """Storages in the order in which results are restored at the end."""
@@ -299,6 +317,16 @@ class EvictionProblem:
         return tuple(tuple(r) for r in by_layer.values())
 
     @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Positions at which numbered modules, and those in them, begin in the forward."""
+        first: dict[str, int] = {}
+        for at, k in enumerate(self.order[: self.boundary]):
+            for depth in _DEPTHS:
+                if name := block_of(self.graph.ops[k].module, depth):
+                    first.setdefault(name, at)
+        return tuple(sorted(set(first.values())))
+
+    @cached_property
     def groups(self) -> Rows:
         """What searches move together: every class and every layer with more than one gap."""
         rows = [r for r in (*self.classes, *self.layers) if len(r) > 1]
@@ -351,8 +379,9 @@ class EvictionProblem:
         """The decision ``to`` for every gap that may be so, the others kept."""
         return np.where(self.engine.allowed >> to & 1, to, KEEP).astype(np.uint8)
 
-    def cost(self, evict: Bits, budget: int) -> Decision:
-        c = self.engine.evaluate(evict, budget)
+    def cost(self, evict: Bits, budget: int, cutoff: float = math.inf) -> Decision:
+        """What a decision costs; of more than ``cutoff`` seconds it is not known, and not valid."""
+        c = self.engine.evaluate(evict, budget, cutoff)
         met = c["valid"] and c["peak"] <= budget
         return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], host=c["host"])
 

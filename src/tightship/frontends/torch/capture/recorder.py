@@ -98,6 +98,8 @@ class Recorder(compat.TorchDispatchMode):
             return out
         if fn is _CONVOLUTION_BACKWARD and self.splits and all(args[-1][:2]):
             return self._one_gradient_each(args)
+        if fn is _EMPTY_LIKE and _strided(args[0]) and kwargs.get("layout") in (None, torch.strided):
+            return self._of_form(args, kwargs)
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is no code of the step's
             return self._recorded(fn, args, kwargs)
 
@@ -108,6 +110,15 @@ class Recorder(compat.TorchDispatchMode):
         with self:
             onward, _, _ = _CONVOLUTION_BACKWARD(*rest, [True, False, False])
             return (onward, *_CONVOLUTION_BACKWARD(*rest, [False, weights, bias])[1:])
+
+    def _of_form(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Memory of the form that a tensor has, by an op that doesn't read the tensor: its bytes need not be there
+        for a dropout mask to be drawn again."""
+        with compat.without_modes(), self._fake:
+            form = _EMPTY_LIKE(self._faked(args[0]), *args[1:], **kwargs)
+        more = {"dtype": form.dtype, "device": form.device, "pin_memory": kwargs.get("pin_memory")}
+        with self:
+            return _EMPTY_STRIDED(form.size(), form.stride(), **more)
 
     def _recorded(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()
@@ -232,6 +243,10 @@ class Recorder(compat.TorchDispatchMode):
         return Origin()
 
 
+def _strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor is a strided part of its storage and nothing else."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
@@ -263,6 +278,7 @@ def _device(args: Any) -> str:
 # ops that follow, and so the bits. Each call with new metadata is therefore run once, on zeros, and believed.
 
 _DEVICE = torch.ops.prim.device.default
+_EMPTY_LIKE, _EMPTY_STRIDED = torch.ops.aten.empty_like.default, torch.ops.aten.empty_strided.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
 _MATRIX_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
