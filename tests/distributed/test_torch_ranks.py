@@ -15,7 +15,7 @@ from support.ranks import Rows, as_planned, run
 TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
     "checkpoints", "after_infeasible", "refused", "compiled", "fully_sharded_groups", "in_hand", "resumed",
-    "fully_sharded_other_shapes",
+    "fully_sharded_other_shapes", "ddp_in_hand",
 )  # fmt: skip
 
 
@@ -41,6 +41,11 @@ def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Ro
         same(row)
         as_planned(row["fit"]["measure"])
         assert row["fit"]["recomputed"] > 0
+
+
+def test_code_that_has_the_ddp_in_hand_trains_and_evaluates_as_in_eager(rows: Rows) -> None:
+    for row in rows["ddp_in_hand"]:
+        same(row)
 
 
 def test_state_dicts_of_a_model_and_its_optimizer_have_dtensors_under_the_models_names(rows: Rows) -> None:

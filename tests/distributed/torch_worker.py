@@ -177,6 +177,46 @@ def in_ddp() -> Any:
     return both(model, loss_of, batches(4), wrap=DistributedDataParallel)
 
 
+def ddp_in_hand() -> Any:
+    """A loss that has the DistributedDataParallel and not what it is given, and one of another model that reads it;
+    evaluation between steps, which sends buffers once, however many batches a rank has."""
+    rows = {}
+    for planned in (False, True):
+        ddp = DistributedDataParallel(model())
+        other = torch.nn.Linear(WIDTH, WIDTH)
+        after = DistributedDataParallel(other)
+        o, second, losses = adamw(ddp), adamw(after), []
+        steps: Any = None
+
+        def loss(_: Any, batch: Any, ddp: Any = ddp) -> torch.Tensor:
+            return loss_of(ddp, batch)
+
+        def judged(m: Any, batch: Any, ddp: Any = ddp) -> torch.Tensor:
+            return F.mse_loss(ddp.module(m(batch[0])), batch[1])
+
+        for b in batches(3):
+            for k, (m, fn, opt) in enumerate([(ddp, loss, o), (after, judged, second)]):
+                ddp.module.requires_grad_(not k)
+                if planned:
+                    steps = steps or [None, None]
+                    steps[k] = steps[k] or tightship.fit(m, fn, opt, b, "100%")
+                    losses.append(steps[k](b))
+                    continue
+                value = fn(m, b)
+                value.backward()
+                opt.step()
+                opt.zero_grad()
+                losses.append(value.detach())
+            ddp.module.requires_grad_(True)
+            ddp.eval()
+            with torch.no_grad():
+                losses += [ddp(b[0]).sum() for _ in range(1 + dist.get_rank())]
+            ddp.train()
+        mine = row(losses, ddp.module, o) | {"after": whole(other.state_dict().values())}
+        rows["fit" if planned else "eager"] = mine
+    return rows
+
+
 def accumulated() -> Any:
     """Two batches for each update, a GradScaler, and clipping; one batch whose gradients are infinite on rank 1."""
     rows = {}

@@ -312,6 +312,9 @@ class Replicas(NotCopied):
     """What data parallel training does with a model, beside the planned step. At first, all ranks get the parameters
     and buffers of rank 0, but for what is in shards already."""
 
+    ddp: Any = None
+    """The DistributedDataParallel that the model was given in, which evaluates."""
+
     def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
         self.model, self.parallel, self.among = model, parallel, Division.of(parallel.group)
         self.notes: tuple[str, ...] = ()
@@ -353,6 +356,8 @@ class Replicas(NotCopied):
         """Buffers are those of rank 0."""
         for b in self.model.buffers() if self.parallel.buffers else ():
             broadcast(b.data, self.among)
+        if self.ddp is not None:
+            compat_distributed.buffers_change(self.ddp)
 
     def average(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of whole parameters, between backward pass and update."""
