@@ -220,7 +220,7 @@ def test_one_machine_plans_for_a_rank_of_many(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_frontier_and_explain_of_a_rank_and_what_makes_no_sense(tmp_path: Path) -> None:
     assert imagined(tmp_path, "replicated", "--ranks", "4", verb="explain")
-    assert imagined(tmp_path, "plain", "--ranks", "4", "--points", "2", "--no-peers", verb="frontier")
+    assert imagined(tmp_path, "plain", "--ranks", "4", "--points", "2", verb="frontier")
     assert "--rank requires --ranks" in imagined(tmp_path, "plain", "--rank", "1")
     assert "no such rank" in imagined(tmp_path, "plain", "--ranks", "2", "--rank", "2")
     assert "requires module:factory" in imagined(tmp_path, "factories.json", "--ranks", "2")
