@@ -15,7 +15,7 @@ from support.ranks import Rows, as_planned, run
 TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
     "checkpoints", "after_infeasible", "refused", "compiled", "fully_sharded_groups", "in_hand", "resumed",
-    "fully_sharded_other_shapes", "ddp_in_hand",
+    "fully_sharded_other_shapes", "ddp_in_hand", "penalties", "hooked",
 )  # fmt: skip
 
 
@@ -46,6 +46,21 @@ def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Ro
 def test_code_that_has_the_ddp_in_hand_trains_and_evaluates_as_in_eager(rows: Rows) -> None:
     for row in rows["ddp_in_hand"]:
         same(row)
+
+
+def test_a_loss_over_the_models_parameters_is_of_whole_ones(rows: Rows) -> None:
+    for row in rows["penalties"]:
+        same(row["fully_shard"])
+        for what in ("losses", "model"):
+            assert row["shard"]["fit"][what] == row["shard"]["eager"][what]
+
+
+def test_hooks_on_parameters_in_parts_are_refused_where_eager_calls_them(rows: Rows) -> None:
+    for row in rows["hooked"]:
+        assert row.pop("fully_shard False")["type"] == ""  # fully_shard calls none of these
+        for how, error in row.items():
+            assert error["type"] == "Unsupported", how
+            assert "a hook on the parameter '0.weight'" in error["text"]
 
 
 def test_state_dicts_of_a_model_and_its_optimizer_have_dtensors_under_the_models_names(rows: Rows) -> None:

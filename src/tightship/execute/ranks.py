@@ -528,7 +528,11 @@ _SIZELESS: Final = ("compute", "recompute", "free")
 
 
 def _ops_of(graph: Graph) -> list[Any]:
-    return [(op.name, op.inputs, op.outputs) for op in graph.ops]
+    """What plans go by. Which views ops read may differ: a rank's part may be less than what fills it up."""
+    storages = [v.storage for v in graph.values]
+    return [
+        (op.name, [storages[v] for v in op.inputs], [storages[v] for v in op.outputs]) for op in graph.ops
+    ]
 
 
 def _meet(told: Sequence[tuple[str, ...]]) -> bool:
