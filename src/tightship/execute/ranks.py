@@ -471,7 +471,11 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
     rows = [Told.of(row) for row in told]
     if len({row.calls for row in rows}) > 1:
         texts = [f"a step of {n} collectives ({digest[:8]})" for n, digest in (row.calls for row in rows)]
-        raise ranks.differ("steps that send other things (batches, or models, of other shapes)", texts)
+        what = (
+            "steps that send other things (batches or models of other shapes, or code that runs other layers on "
+            "some ranks, as find_unused_parameters lets it: have all ranks take the same branch)"
+        )
+        raise ranks.differ(what, texts)
     if not _meet([row.groups for row in rows]):
         texts = [f"collectives among {len(row.groups)} groups ({_of_ranks(row.groups)[:8]})" for row in rows]
         raise ranks.differ("steps that send among other ranks (models on other meshes)", texts)
