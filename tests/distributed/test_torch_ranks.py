@@ -15,7 +15,7 @@ from support.ranks import Rows, as_planned, run
 TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
     "checkpoints", "after_infeasible", "refused", "compiled", "fully_sharded_groups", "in_hand", "resumed",
-    "fully_sharded_other_shapes",
+    "fully_sharded_other_shapes", "ddp_in_hand", "penalties", "hooked",
 )  # fmt: skip
 
 
@@ -41,6 +41,26 @@ def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Ro
         same(row)
         as_planned(row["fit"]["measure"])
         assert row["fit"]["recomputed"] > 0
+
+
+def test_code_that_has_the_ddp_in_hand_trains_and_evaluates_as_in_eager(rows: Rows) -> None:
+    for row in rows["ddp_in_hand"]:
+        same(row)
+
+
+def test_a_loss_over_the_models_parameters_is_of_whole_ones(rows: Rows) -> None:
+    for row in rows["penalties"]:
+        same(row["fully_shard"])
+        for what in ("losses", "model"):
+            assert row["shard"]["fit"][what] == row["shard"]["eager"][what]
+
+
+def test_hooks_on_parameters_in_parts_are_refused_where_eager_calls_them(rows: Rows) -> None:
+    for row in rows["hooked"]:
+        assert row.pop("fully_shard False")["type"] == ""  # fully_shard calls none of these
+        for how, error in row.items():
+            assert error["type"] == "Unsupported", how
+            assert "a hook on the parameter '0.weight'" in error["text"]
 
 
 def test_state_dicts_of_a_model_and_its_optimizer_have_dtensors_under_the_models_names(rows: Rows) -> None:
@@ -215,7 +235,7 @@ def test_one_machine_plans_for_a_rank_of_many(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_frontier_and_explain_of_a_rank_and_what_makes_no_sense(tmp_path: Path) -> None:
     assert imagined(tmp_path, "replicated", "--ranks", "4", verb="explain")
-    assert imagined(tmp_path, "plain", "--ranks", "4", "--points", "2", "--no-peers", verb="frontier")
+    assert imagined(tmp_path, "plain", "--ranks", "4", "--points", "2", verb="frontier")
     assert "--rank requires --ranks" in imagined(tmp_path, "plain", "--rank", "1")
     assert "no such rank" in imagined(tmp_path, "plain", "--ranks", "2", "--rank", "2")
     assert "requires module:factory" in imagined(tmp_path, "factories.json", "--ranks", "2")

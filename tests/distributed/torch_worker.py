@@ -15,8 +15,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
@@ -175,6 +177,88 @@ def mixed_precision() -> Any:
 
 def in_ddp() -> Any:
     return both(model, loss_of, batches(4), wrap=DistributedDataParallel)
+
+
+def penalties() -> Any:
+    """A loss that asks the model for its parameters, in shards of ``fit``'s and of ``fully_shard``."""
+
+    def penalized(m: Any, batch: Any) -> torch.Tensor:
+        total: Any = sum(p.norm() + p.abs().sum() for p in m.parameters())
+        more: Any = sum(p.pow(2).sum() for n, p in m.named_parameters() if n.endswith("weight"))
+        total = total + more
+        return loss_of(m, batch) + 1e-3 * (total.full_tensor() if hasattr(total, "full_tensor") else total)
+
+    rows = {"fully_shard": both(model, penalized, batches(3))}
+    rows["shard"] = {"eager": both(model, penalized, batches(3), wrap=DistributedDataParallel)["eager"]}
+    m = model()
+    o = adamw(m)
+    step = tightship.fit(m, penalized, o, batches()[0], "100%", parallel=tightship.DataParallel(shard=True))
+    rows["shard"]["fit"] = row([step(b) for b in batches(3)], m, o)
+    return rows
+
+
+def hooked() -> Any:
+    """Hooks on parameters of which ranks have parts."""
+    rows = {}
+    for late in (False, True):
+        for how in ("shard", "fully_shard", "placed"):
+            m = model()
+            if how == "fully_shard":
+                m = sharded(m)
+            if how == "placed":
+                mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+                m = parallelize_module(m, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            p = m[0].weight
+            seen: list[Any] = []
+            (p.register_post_accumulate_grad_hook if late else p.register_hook)(seen.append)
+            options = {"parallel": tightship.DataParallel(shard=True)} if how == "shard" else {}
+            given = batches()[0]
+
+            def fitted(m: Any = m, given: Any = given, options: Any = options) -> Any:
+                return tightship.fit(m, loss_of, adamw(m), given, "100%", **options)
+
+            rows[f"{how} {late}"] = caught(fitted)
+    return rows
+
+
+def ddp_in_hand() -> Any:
+    """A loss that has the DistributedDataParallel and not what it is given, and one of another model that reads it;
+    evaluation between steps, which sends buffers once, however many batches a rank has."""
+    rows = {}
+    for planned in (False, True):
+        ddp = DistributedDataParallel(model())
+        other = torch.nn.Linear(WIDTH, WIDTH)
+        after = DistributedDataParallel(other)
+        o, second, losses = adamw(ddp), adamw(after), []
+        steps: Any = None
+
+        def loss(_: Any, batch: Any, ddp: Any = ddp) -> torch.Tensor:
+            return loss_of(ddp, batch)
+
+        def judged(m: Any, batch: Any, ddp: Any = ddp) -> torch.Tensor:
+            return F.mse_loss(ddp.module(m(batch[0])), batch[1])
+
+        for b in batches(3):
+            for k, (m, fn, opt) in enumerate([(ddp, loss, o), (after, judged, second)]):
+                ddp.module.requires_grad_(not k)
+                if planned:
+                    steps = steps or [None, None]
+                    steps[k] = steps[k] or tightship.fit(m, fn, opt, b, "100%")
+                    losses.append(steps[k](b))
+                    continue
+                value = fn(m, b)
+                value.backward()
+                opt.step()
+                opt.zero_grad()
+                losses.append(value.detach())
+            ddp.module.requires_grad_(True)
+            ddp.eval()
+            with torch.no_grad():
+                losses += [ddp(b[0]).sum() for _ in range(1 + dist.get_rank())]
+            ddp.train()
+        mine = row(losses, ddp.module, o) | {"after": whole(other.state_dict().values())}
+        rows["fit" if planned else "eager"] = mine
+    return rows
 
 
 def accumulated() -> Any:
@@ -422,7 +506,6 @@ def compiled() -> Any:
 
 def refused() -> Any:
     """What ``fit`` does not take of torch's own ways."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

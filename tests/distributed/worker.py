@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,13 +114,22 @@ def ops_recorded() -> Iterator[list[Any]]:
 
 
 def caught(fn: Callable[[], Any]) -> dict[str, Any]:
-    """The error, after how many seconds, and when."""
-    start, kind, text = time.monotonic(), "", ""
+    """The error, after how many seconds, and when; for how many of them this thread had no processor to run on."""
+    start, idle, kind, text = time.monotonic(), without_processor(), "", ""
     try:
         fn()
     except Exception as error:
         kind, text = type(error).__name__, str(error)
-    return {"type": kind, "text": text, "seconds": time.monotonic() - start, "at": time.time()}
+    seconds, idle = time.monotonic() - start, without_processor() - idle
+    return {"type": kind, "text": text, "seconds": seconds, "without_processor": idle, "at": time.time()}
+
+
+def without_processor() -> float:
+    """Seconds that this thread has waited for a processor while it could have run; 0 where no kernel says so."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def replicated(**options: Any) -> Any:

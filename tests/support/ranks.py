@@ -78,3 +78,10 @@ def as_planned(row: dict[str, Any]) -> None:
     assert row["measured_peak"] == row["planned_peak"] == row["process_peak"]
     assert row["measured_peak"] <= row["budget"]
     assert row["misses"] == 0
+
+
+def seconds_to_error(*errors: dict[str, Any]) -> float:
+    """After how many seconds the last of the ranks had an error (of `caught`), without those in which one of them
+    could have run and had no processor, as on a machine that other tests share."""
+    starved = sum(error["without_processor"] for error in errors)
+    return float(max(error["seconds"] for error in errors) - starved)

@@ -245,6 +245,22 @@ def _check(
         raise no_stream()
     if parallel is not None and parallel.shard:
         _check_elementwise(model, optimizer)
+        _check_unhooked(model)
+
+
+def _check_unhooked(model: torch.nn.Module) -> None:
+    """Raises ``Unsupported`` for hooks on parameters of which ranks have parts. ``fully_shard`` itself calls none of
+    those that are not late."""
+    by_fully_shard = compat_distributed.distributed_by(model) == "fully_shard"
+    for n, p in model.named_parameters():
+        if any(late or not by_fully_shard for late, _ in compat.gradient_hooks(p)):
+            raise Unsupported(
+                f"a hook on the parameter {n!r}, of which each rank has a part,",
+                "it would be given this rank's part of the averaged gradient, and not what eager gives it",
+                "leave it out (clip_norm= and clip_value= clip), change p.grad between step.backward and "
+                "step.update (split=True), or give all ranks whole parameters: the plain model and "
+                "DataParallel(shard=False)",
+            )  # fmt: skip
 
 
 def _need_whole(optimizer: Any) -> dict[int, tuple[str, str]]:
@@ -286,6 +302,7 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     check_model(module, hooks=True, shards=True)
     if how is None or how.shard:
         _check_elementwise(module, optimizer)
+        _check_unhooked(module)
     done, among = shards_of(module), Division.of(None if how is None else how.group)
     if isinstance(how, _TensorParallel):
         done = done or take_over_placed(module, optimizer)
@@ -311,6 +328,9 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
 class Replicas(NotCopied):
     """What data parallel training does with a model, beside the planned step. At first, all ranks get the parameters
     and buffers of rank 0, but for what is in shards already."""
+
+    ddp: Any = None
+    """The DistributedDataParallel that the model was given in, which evaluates."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
         self.model, self.parallel, self.among = model, parallel, Division.of(parallel.group)
@@ -353,6 +373,8 @@ class Replicas(NotCopied):
         """Buffers are those of rank 0."""
         for b in self.model.buffers() if self.parallel.buffers else ():
             broadcast(b.data, self.among)
+        if self.ddp is not None:
+            compat_distributed.buffers_change(self.ddp)
 
     def average(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of whole parameters, between backward pass and update."""
@@ -448,7 +470,7 @@ def saved(model: torch.nn.Module, optimizer: Any, *, full: bool) -> dict[str, An
         shard = shards.get(id(p))
         if shard is None or not shard.is_part(t):
             return t
-        return shard.whole(t) if full else shard.distributed(t)
+        return shard.whole(t) if full else shard.distributed(t.detach())
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     values = dict(model.state_dict())

@@ -27,7 +27,6 @@ from tightship.execute.prepared import (
 from tightship.execute.ranks import together
 from tightship.execute.stream import is_about
 from tightship.execute.train_step import TrainStep
-from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.optimizer.given import Several, as_one
 from tightship.frontends.torch.structure import (
     Pad,
@@ -155,7 +154,7 @@ def fit(
         if prepare:
             step._prepared(step._filled(sample_batch, largest=True), 4)
     if module is not model:
-        compat_distributed.let_go_of_buckets(model)
+        step.take_over_ddp(model)
     return step
 
 

@@ -471,7 +471,11 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
     rows = [Told.of(row) for row in told]
     if len({row.calls for row in rows}) > 1:
         texts = [f"a step of {n} collectives ({digest[:8]})" for n, digest in (row.calls for row in rows)]
-        raise ranks.differ("steps that send other things (batches, or models, of other shapes)", texts)
+        what = (
+            "steps that send other things (batches or models of other shapes, or code that runs other layers on "
+            "some ranks, as find_unused_parameters lets it: have all ranks take the same branch)"
+        )
+        raise ranks.differ(what, texts)
     if not _meet([row.groups for row in rows]):
         texts = [f"collectives among {len(row.groups)} groups ({_of_ranks(row.groups)[:8]})" for row in rows]
         raise ranks.differ("steps that send among other ranks (models on other meshes)", texts)
@@ -528,7 +532,11 @@ _SIZELESS: Final = ("compute", "recompute", "free")
 
 
 def _ops_of(graph: Graph) -> list[Any]:
-    return [(op.name, op.inputs, op.outputs) for op in graph.ops]
+    """What plans go by. Which views ops read may differ: a rank's part may be less than what fills it up."""
+    storages = [v.storage for v in graph.values]
+    return [
+        (op.name, [storages[v] for v in op.inputs], [storages[v] for v in op.outputs]) for op in graph.ops
+    ]
 
 
 def _meet(told: Sequence[tuple[str, ...]]) -> bool:

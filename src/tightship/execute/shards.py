@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,6 +93,10 @@ class Part(Gathering):
         """The part as torch's own tensor of several ranks."""
         raise NotImplementedError
 
+    def listed(self, part: torch.Tensor) -> Any:
+        """What ``parameters`` of the model has in eager, for code inside of a step."""
+        return self.read(part)
+
     def is_part(self, t: Any) -> bool:
         raise NotImplementedError
 
@@ -141,6 +145,8 @@ class Shard(Part):
         placed: Placed | None = None,
     ) -> None:  # fmt: skip
         self.among, self.spec, self.placed = among, spec, placed
+        self._by_torch = spec is not None
+        self._listed: dict[tuple[bool, int], Any] = {}
         self.stride: tuple[int, ...]
         self.gathered = torch.Size(shape)
         self.shape, self.stride = (placed.shape, placed.stride) if placed else (self.gathered, stride)
@@ -175,10 +181,22 @@ class Shard(Part):
         if self.spec is None:
             self.spec = compat_distributed.mesh_of(self.among.group, part.device.type), (Placement(0),)
         mesh, placements = self.spec
-        own = part.detach()[: self.own]
         return DTensor.from_local(
-            own, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
+            part[: self.own], mesh, placements, run_check=False, shape=self.shape, stride=self.stride
         )
+
+    def listed(self, part: torch.Tensor) -> Any:
+        """``fully_shard`` leaves DTensors, whose gradients add up before those of what is gathered come to them."""
+        if not self._by_torch:
+            return self.read(part)
+        key = torch.is_grad_enabled(), id(part)
+        if key not in self._listed:
+            self._listed[key] = self.distributed(part)
+        return self._listed[key]
+
+    def reading(self, once: bool) -> None:
+        super().reading(once)
+        self._listed = {}
 
     def is_part(self, t: Any) -> bool:
         return isinstance(t, torch.Tensor) and t.shape == self.padded and not hasattr(t, "full_tensor")
@@ -350,15 +368,45 @@ def send_together(model: torch.nn.Module, ways: Mapping[int, Gathering], most: i
 
 @contextmanager
 def read_once(shards: Iterable[Gathering]) -> Iterator[None]:
-    """Inside, each parameter is gathered once, however often it is read."""
+    """Inside, each parameter is gathered once, however often it is read; ``parameters`` of a model, too, has what its
+    modules read, as a penalty on weights asks for them."""
     shards = list(shards)
     for one in shards:
         one.reading(True)
     try:
-        yield
+        with _listed_as_read() if shards else nullcontext():
+            yield
     finally:
         for one in shards:
             one.reading(False)
+
+
+@contextmanager
+def _listed_as_read() -> Iterator[None]:
+    """Inside, ``named_parameters`` of all modules, and with it ``parameters``, gives what their attributes give."""
+    kind = torch.nn.Module
+    known = kind.named_parameters
+
+    def named(
+        module: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        inside = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
+        for path, one in inside if recurse else [(prefix, module)]:
+            for name, part in one._parameters.items():
+                if part is None or id(part) in seen:
+                    continue
+                if remove_duplicate:
+                    seen.add(id(part))
+                way = _marked(one).get(name)
+                read = getattr(one, name) if way is None else way.listed(part)
+                yield f"{path}.{name}" if path else name, read
+
+    kind.named_parameters = named  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        kind.named_parameters = known  # type: ignore[method-assign]
 
 
 # --- models ---

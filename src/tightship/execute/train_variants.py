@@ -103,6 +103,12 @@ class TrainVariants(Prepared):
         self._updates: Updates | SeveralUpdates | None = None
         self._has_no_update = False
 
+    def take_over_ddp(self, ddp: Any) -> None:
+        """From here on the DistributedDataParallel of the model evaluates, and this trains."""
+        compat_distributed.let_go_of_buckets(ddp)
+        if self._replicas is not None:
+            self._replicas.ddp = ddp
+
     def _on_replaced(self) -> None:
         self._owned, self._updates, self._has_no_update = Owned(self.model, self._bring_back), None, False
 
@@ -248,8 +254,8 @@ class TrainVariants(Prepared):
 
     def _loss(self, batch: Any) -> Any:
         loss, scaler = loss_function(self.loss_fn, batch), self.loop.scaler
-        if self._replicas is not None and self._replicas.shards:
-            loss = _reading_once(loss, self._replicas)
+        if self._replicas is not None:
+            loss = _of_replica(loss, self._replicas)
         if scaler is None:
             return loss
         device = next((p.device for _, p in self._owned.parameters), None)
@@ -533,12 +539,14 @@ class TrainVariants(Prepared):
             )  # fmt: skip
 
 
-def _reading_once(loss: LossFn, replicas: Replicas) -> LossFn:
-    def reading(model: torch.nn.Module, batch: Any) -> Any:
-        with replicas.read_once():
+def _of_replica(loss: LossFn, replicas: Replicas) -> LossFn:
+    """Reads what is in parts once, and calls the model where the code has it in a DistributedDataParallel."""
+
+    def of_replica(model: torch.nn.Module, batch: Any) -> Any:
+        with replicas.read_once(), compat_distributed.module_in_ddp(replicas.model):
             return loss(model, batch)
 
-    return reading
+    return of_replica
 
 
 def _decided(program: Program) -> list[Any]:

@@ -406,6 +406,8 @@ class _LetGo:
     """In the place of what DistributedDataParallel sends with."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a question of what it is, as ``hasattr`` and ``copy`` ask it
+            raise AttributeError(name)
         raise Unsupported(
             "a training step of a DistributedDataParallel that tightship.fit has taken over",
             "its buckets are no more, so that they take no memory beside the budget",
@@ -444,6 +446,32 @@ def sending_nothing(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         vars(model).update({n: x for n, x in before.items() if x is not None})
+
+
+@contextmanager
+def module_in_ddp(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, a DistributedDataParallel of ``model``, or of a part of it, calls its module and does nothing else:
+    code that has the one in hand where it is given the other does the same."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    known = kind.forward
+
+    def forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(m is ddp.module for m in model.modules()):
+            return known(ddp, *args, **kwargs)
+        buffers_change(ddp)
+        return ddp.module(*args, **kwargs)
+
+    kind.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.forward = known  # type: ignore[method-assign]
+
+
+def buffers_change(ddp: Any) -> None:
+    """Has a DistributedDataParallel send its buffers with the next forward pass, as after a training step of its
+    own; evaluation sends them once."""
+    ddp.require_forward_param_sync = True
 
 
 def let_go_of_buckets(ddp: Any) -> None:

@@ -542,8 +542,12 @@ class _Unlowered:
         return self.node[value]
 
     def call(self, k: int, call: Any) -> None:
+        fresh = [(j, v) for j, v in enumerate(call.results) if v >= 0]
+        written = set(self.graph.uses.mutates[k]) - {self.graph.values[v].storage for _, v in fresh}
+        if not fresh and not written:
+            return  # a check of data: nothing of it could be saved
         args, kwargs = substitute((call.args, dict(call.kwargs)), self.read)
-        target = call.fn
+        target = getattr(call.fn, "fn", call.fn)  # the op in what runs in its place
         if self.graph.ops[k].random:  # one that the partitioner knows for what it is
             shape = self.graph.values[max(call.results[0], 0)].shape
             first = next((a for a in args if isinstance(a, Node)), None)
@@ -552,8 +556,6 @@ class _Unlowered:
         node = self.fx.call_function(target, args, kwargs)
         if self.late:
             node.meta["partitioner_tag"] = "must_be_in_backward"
-        fresh = [(j, v) for j, v in enumerate(call.results) if v >= 0]
-        written = set(self.graph.uses.mutates[k]) - {self.graph.values[v].storage for _, v in fresh}
         if len(call.results) == 1 and fresh:
             self.made(fresh[0][1], node)
         else:
