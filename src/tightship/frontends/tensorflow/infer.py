@@ -168,8 +168,10 @@ class _Inference:
                 break
         if unknown := [n for n in self.unknown if self.needed is None or name_of(n) in self.needed]:
             names = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
-            fault = f"unknown size of {names}; give placeholders' with --shape NAME=NxM"
-            raise UnknownSize(fault, place=self.place)
+            asked = "give placeholders' with --shape NAME=NxM"
+            if not any(self.nodes[name_of(n)].op in FEEDS for n in self.unknown):
+                asked = "they follow from data: say them where the graph is made (tf.ensure_shape)"
+            raise UnknownSize(f"unknown size of {names}; {asked}", place=self.place)
         self._invariant()
         rest = {n: () for n in self.nodes if n not in self.results}  # on a cycle
         ops = self.ops
