@@ -671,6 +671,31 @@ def test_loops_inside_of_branches_of_a_checkpoint_are_planned(several) -> None:
     assert fit.memory.total <= fit.budget and fit.extra_flops < 0.5
 
 
+def test_branches_of_a_checkpoint_inside_of_a_shard_map_are_planned() -> None:
+    """The gradient of a weight that all devices have is summed over them inside of the branch: no effect, by which the
+    branch of the checkpoint and that of its gradient would stay two."""
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), jax.sharding.PartitionSpec
+
+    def loss(w, x, on):
+        def body(x, w):
+            some = lambda x, w: x + jnp.tanh(jax.nn.gelu(x @ w) @ w.T)  # noqa: E731
+            return jax.lax.cond(on > 0, some, lambda x, w: x, x, w), None
+
+        return jax.lax.pmean((jax.lax.scan(jax.checkpoint(body), x, w)[0] ** 2).mean(), "data")
+
+    takes = {"mesh": mesh, "in_specs": (spec(), spec("data"), spec()), "out_specs": spec()}
+
+    def step(w, x, on):
+        value, grads = jax.value_and_grad(jax.shard_map(loss, **takes))(w, x, on)
+        return w - 0.1 * grads, value
+
+    args = 0.1 * jax.random.normal(KEY, (5, WIDE, WIDE)), X
+    fitted = tightship.jax.fit(step, "static+80%")
+    for on in (0, 1):
+        assert same(fitted(*args, on), jax.jit(step)(*args, on))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+
+
 def test_what_a_branch_makes_is_counted_once() -> None:
     """A branch writes its results where the equation has them: none of it is there twice."""
 

@@ -62,7 +62,7 @@ def _one_condition(program: Program, start: int = 0) -> Program:
             readers.setdefault(v, set()).add(i)
     for i, e in enumerate(equations):
         read = {k for v in e.outputs for k in readers.get(v, ())}
-        if i < start or len(read) != 1 or results & set(e.outputs) or not _may_join(e):
+        if i < start or len(read) != 1 or results & set(e.outputs) or not _may_join(e) or e.made.effects:
             continue
         other = equations[k := read.pop()]
         if _may_join(other) and other.inputs[0] == e.inputs[0]:
@@ -74,7 +74,7 @@ def _one_condition(program: Program, start: int = 0) -> Program:
 
 
 def _may_join(e: Equation) -> bool:
-    plain = e.name == "cond" and e.instead is None and not e.once and not e.made.effects
+    plain = e.name == "cond" and e.instead is None and not e.once and not has_effects(e)
     return plain and e.backward and isinstance(e.inputs[0], int)
 
 
