@@ -298,9 +298,10 @@ def test_types_without_a_size_are_named(tmp_path):
     nodes = [node("OptionalGetElement", ["x"], ["out"])]
     with pytest.raises(Unsupported, match=r"'x', an optional, .*cut off the nodes around it"):
         graph_of(tmp_path, made(nodes, [helper.make_value_info("x", optional)], [value("out", [2])]))
-    nodes = [node("SequenceConstruct", ["x", "x"], ["s"]), node("ConcatFromSequence", ["s"], ["out"], axis=0)]
+    nodes = [node("SequenceConstruct", ["x", "x"], ["s"]), node("SequenceAt", ["s", "i"], ["out"])]
+    inputs = [value("x", [2]), value("i", [], TensorProto.INT64)]
     with pytest.raises(Unsupported, match=r"s, a sequence, .*zipmap=False"):
-        graph_of(tmp_path, made(nodes, [value("x", [2])], [value("out", None)]))
+        graph_of(tmp_path, made(nodes, inputs, [value("out", None)]))
 
 
 def test_ops_that_are_functions_of_others_have_sizes(tmp_path):
