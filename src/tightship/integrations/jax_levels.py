@@ -41,6 +41,8 @@ __all__ = ["POLICIES", "Level", "Planner", "unplanned_bytes"]
 _WORK, _OF_MANY = 4_000_000, 1_000_000
 """Ops that one search simulates at most: the same plan on every machine. The latter where loops hand on values: there
 is a search for each part of these that is tried, and for each body."""
+_SPARE = 256
+"""This part of the least bytes is added to them where less was asked for: their last ones may cost whole loops."""
 _DROPPED = 64
 """Repetitions of repetitions that are tried to be left out."""
 _TIGHTENED = 3
@@ -470,9 +472,9 @@ def _plan(graph: Graph, beyond: float, work: int) -> Steps:
     searches of ``work`` each."""
     if beyond == math.inf or replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
         return [(False, op) for op in range(len(graph.ops))]
-    limit = max(
-        graph.static_bytes + int(beyond), aligned(lower_bound(graph))
-    )  # for less nothing is found, slowly
+    limit, least = graph.static_bytes + int(beyond), int(aligned(lower_bound(graph)))
+    if limit < least:  # for which nothing is found, slowly
+        limit = least + (least - graph.static_bytes) // _SPARE
     options = default.Options(order="given", place=False, seconds=60.0, work=work, gap=0.01)
     for _ in range(_TIGHTENED):
         try:
@@ -480,6 +482,7 @@ def _plan(graph: Graph, beyond: float, work: int) -> Steps:
             break
         except Infeasible as error:
             limit = max(error.best_peak, error.lower_bound)
+            limit += (limit - graph.static_bytes) // _SPARE
     else:
         return [(False, op) for op in range(len(graph.ops))]
     steps = [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]
