@@ -51,6 +51,24 @@ def test_the_graph_has_the_files_bytes() -> None:
             assert graph.values[o.outputs[0]].storage == graph.values[o.inputs[0]].storage
 
 
+def test_a_constant_without_elements_is_there(tmp_path: Path) -> None:
+    """What reshapes to a scalar reads a shape of no numbers, for which the file holds no bytes (BirdNET)."""
+    data = bytearray((DATA / "branchy.tflite").read_bytes())
+    root = Reader(bytes(data), "").table(0)
+    graph = root.tables(2)[0]
+    operator = next(o for o in read(DATA / "branchy.tflite").subgraphs[0].operators if o.kind == "RESHAPE")
+    tensor = graph.tables(0)[operator.inputs[1]]
+    for at, _ in (tensor.vector(0, 4), root.tables(4)[tensor.number(2, "<I")].vector(0, 1)):
+        struct.pack_into("<I", data, at - 4, 0)  # a vector's length stands before it
+    struct.pack_into("<I", data, tensor.vector(0, 4)[0] - 4, 1)
+    struct.pack_into("<i", data, tensor.vector(0, 4)[0], 0)
+    path = tmp_path / "scalar.tflite"
+    path.write_bytes(data)
+    read_of = read(path).subgraphs[0].tensors[operator.inputs[1]]
+    assert read_of.shape == (0,) and not read_of.constant
+    assert len(lower(read(path)).graph.ops) == len(graph.tables(3))
+
+
 def test_loops_and_branches_call_their_subgraphs() -> None:
     graph = lower(read(DATA / "loop.tflite")).graph
     called = {o.target: [len(g.ops) for g in o.calls] for o in graph.ops if o.calls}

@@ -603,6 +603,33 @@ def test_what_a_shard_map_hands_on_is_planned(inside, checked) -> None:
     assert fitted.fits[0].memory.total <= fitted.fits[0].budget
 
 
+def test_loops_one_behind_another_run_again_as_a_whole() -> None:
+    """Layers of state-space models: each layer's loop hands on as much as the next one's, and need not beside it."""
+
+    def loss(params, x):
+        for a, b in params:
+            given = jax.nn.silu(x @ a).swapaxes(0, 1), jax.nn.sigmoid(x @ b).swapaxes(0, 1)
+
+            def turn(h, t):
+                made = h * t[1] + t[0]
+                return made, made
+
+            _, y = jax.lax.scan(turn, jnp.zeros(given[0].shape[1:]), given)
+            x = x + jax.nn.gelu(y.swapaxes(0, 1))
+        return (x**2).mean()
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    keys = jax.random.split(KEY, 10)
+    made = [0.1 * jax.random.normal(key, (32, 32)) for key in keys]
+    args = list(zip(made[::2], made[1::2], strict=True)), jax.random.normal(KEY, (8, 32, 32))
+    fitted = tightship.jax.fit(step, "static+30%")
+    assert same(fitted(*args), jax.jit(step)(*args))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+
+
 def test_what_is_made_again_in_a_shard_map_differs_from_device_to_device_as_before() -> None:
     """A weight that is the same on all devices is not held back by an activation that is not."""
     mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), jax.sharding.PartitionSpec
@@ -669,6 +696,31 @@ def test_loops_inside_of_branches_of_a_checkpoint_are_planned(several) -> None:
         assert same(fitted(*args, ends), jax.jit(step)(*args, ends))
     (fit,) = fitted.fits
     assert fit.memory.total <= fit.budget and fit.extra_flops < 0.5
+
+
+def test_branches_of_a_checkpoint_inside_of_a_shard_map_are_planned() -> None:
+    """The gradient of a weight that all devices have is summed over them inside of the branch: no effect, by which
+    the branch of the checkpoint and that of its gradient would stay two."""
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), jax.sharding.PartitionSpec
+
+    def loss(w, x, on):
+        def body(x, w):
+            some = lambda x, w: x + jnp.tanh(jax.nn.gelu(x @ w) @ w.T)  # noqa: E731
+            return jax.lax.cond(on > 0, some, lambda x, w: x, x, w), None
+
+        return jax.lax.pmean((jax.lax.scan(jax.checkpoint(body), x, w)[0] ** 2).mean(), "data")
+
+    takes = {"mesh": mesh, "in_specs": (spec(), spec("data"), spec()), "out_specs": spec()}
+
+    def step(w, x, on):
+        value, grads = jax.value_and_grad(jax.shard_map(loss, **takes))(w, x, on)
+        return w - 0.1 * grads, value
+
+    args = 0.1 * jax.random.normal(KEY, (5, WIDE, WIDE)), X
+    fitted = tightship.jax.fit(step, "static+80%")
+    for on in (0, 1):
+        assert same(fitted(*args, on), jax.jit(step)(*args, on))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
 
 
 def test_what_a_branch_makes_is_counted_once() -> None:

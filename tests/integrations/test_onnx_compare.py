@@ -167,6 +167,46 @@ def test_sequences_that_only_hand_parts_on_are_slices(tmp_path, parts):
     assert_written_runs_equal(program, path, tmp_path)
 
 
+@pytest.mark.parametrize("stacked", [0, 1])
+def test_sequences_of_known_tensors_are_these_tensors(tmp_path, stacked):
+    """As exporters write lists: made, added to, taken from and joined; in a branch, too."""
+
+    def joined(given, to):
+        nodes = [node("Tanh", [given], [f"{to}/t"]), node("SequenceEmpty", [], [f"{to}/e"], dtype=1)]
+        nodes += [node("SequenceInsert", [f"{to}/e", given], [f"{to}/1"])]
+        nodes += [node("SequenceInsert", [f"{to}/1", f"{to}/t", "first"], [f"{to}/2"])]
+        nodes += [node("SequenceConstruct", [given, f"{to}/t", given], [f"{to}/c"])]
+        nodes += [node("SequenceErase", [f"{to}/c", "last"], [f"{to}/3"])]
+        nodes += [node("SequenceAt", [f"{to}/3", "last"], [f"{to}/a"])]
+        nodes += [
+            node("SequenceLength", [f"{to}/2"], [f"{to}/n"]),
+            node("Cast", [f"{to}/n"], [f"{to}/f"], to=1),
+        ]
+        nodes += [node("ConcatFromSequence", [f"{to}/2"], [f"{to}/j"], axis=-1, new_axis=stacked)]
+        nodes += [
+            node("ReduceSum", [f"{to}/j"], [f"{to}/r"], keepdims=0),
+            node("Mul", [f"{to}/r", f"{to}/f"], [f"{to}/m"]),
+        ]
+        return [*nodes, node("Add", [f"{to}/a", f"{to}/m"], [to])]
+
+    places = [tensor("first", np.array(0)), tensor("last", np.array(-1))]
+
+    def branch(name, kind):
+        nodes = [*joined("a", f"{name}/b"), node(kind, [f"{name}/b"], [name])]
+        return helper.make_graph(nodes, name, [], [value(name, None)], places)
+
+    nodes = [
+        *joined("x", "a"),
+        node("ReduceSum", ["a"], ["sum"], keepdims=0),
+        node("Cast", ["sum"], ["p"], to=9),
+    ]
+    nodes.append(node("If", ["p"], ["y"], then_branch=branch("t", "Exp"), else_branch=branch("e", "Neg")))
+    path = saved(tmp_path, made(nodes, [value("x", [4, 8])], [value("y", None)], places, opset=18))
+    program = lower(read(path))
+    assert any("9 nodes" in note for note in program.notes)
+    assert_written_runs_equal(program, path, tmp_path)
+
+
 def test_nodes_before_what_they_read_are_put_in_order(tmp_path):
     """As converters to float16 leave them, which onnxruntime runs."""
     turn = [node("Tanh", ["c"], ["e"]), node("Mul", ["c", "e"], ["d"]), node("Identity", ["t"], ["on"])]
@@ -212,7 +252,8 @@ def test_other_sequences_are_refused(tmp_path):
     nodes = [node("SplitToSequence", ["x"], ["s"]), node("SequenceAt", ["s", "i"], ["a"])]
     nodes += [node("ConcatFromSequence", ["s"], ["b"], axis=0), node("Add", ["a", "b"], ["y"])]
     inputs = [value("x", [4, 8]), value("i", [], TensorProto.INT64)]
-    for kept in (nodes, [nodes[0], node("SequenceAt", ["s", "i"], ["y"])]):
+    unknown = [node("SequenceConstruct", ["x", "x"], ["s"]), node("SequenceAt", ["s", "i"], ["y"])]
+    for kept in (nodes, [nodes[0], node("SequenceAt", ["s", "i"], ["y"])], unknown):
         with pytest.raises(Unsupported, match="a sequence"):
             lower(read(saved(tmp_path, made(kept, inputs, [value("y", None)]))))
 

@@ -260,7 +260,11 @@ def _check(g: Subgraph, place: str, subgraphs: int) -> None:
     """Raise ``BadInput`` where numbers name no tensor, or a tensor is not made once, before it is read."""
     if any(not 0 <= t < len(g.tensors) for t in (*g.inputs, *g.outputs)):
         raise BadInput("unknown tensor among inputs and results", place=place)
-    there = set(g.inputs) | {k for k, t in enumerate(g.tensors) if t.constant or t.variable}
+    made = {t for o in g.operators for t in o.outputs}
+    empty = {
+        k for k, t in enumerate(g.tensors) if t.nbytes == 0
+    } - made  # a constant without elements has no bytes
+    there = set(g.inputs) | empty | {k for k, t in enumerate(g.tensors) if t.constant or t.variable}
     for k, o in enumerate(g.operators):
         where = f"{place}: operator {k}, a {o.kind}"
         for t in (*o.inputs, *o.outputs, *o.intermediates):

@@ -38,8 +38,11 @@ from tightship.simulate import baseline, extras, replay
 
 __all__ = ["POLICIES", "Level", "Planner", "unplanned_bytes"]
 
-_WORK = 4_000_000
-"""Ops that one search simulates at most: the same plan on every machine."""
+_WORK, _OF_MANY = 4_000_000, 1_000_000
+"""Ops that one search simulates at most: the same plan on every machine. The latter where loops hand on values: there
+is a search for each part of these that is tried, and for each body."""
+_SPARE = 256
+"""This part of the least bytes is added to them where less was asked for: their last ones may cost whole loops."""
 _DROPPED = 64
 """Repetitions of repetitions that are tried to be left out."""
 _TIGHTENED = 3
@@ -89,6 +92,7 @@ class Planner:
     hold: str
     log: list[Any] = field(default_factory=list)
     given: Iterator[Any] | None = None
+    _work: int = _WORK
     _inner: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _handed: dict[Any, tuple[Any, PlannedPair, list[Any]]] = field(default_factory=dict)
     _pairs: dict[int, tuple[Program, tuple[Pair, ...]]] = field(default_factory=dict)
@@ -105,6 +109,14 @@ class Planner:
             share = next(self.given)
             self.log.append(share)
             return self._at(program, pairs, beyond, share)[0]
+        work, self._work = self._work, _OF_MANY
+        try:
+            return self._by_shares(program, pairs, beyond)
+        finally:
+            self._work = work
+
+    def _by_shares(self, program: Program, pairs: Sequence[Pair], beyond: float) -> Level:
+        """The best of the levels where loops hand on parts of what they may."""
         kept = self.log
         most = sum(crossing_bytes(p.joined, p.cut, p.begins) * p.length for p in pairs)
         shares = list(dict.fromkeys(part * min(1.0, beyond / max(1, most)) for part in _SHARES))
@@ -241,7 +253,7 @@ class Planner:
         beyond, over = max(beyond, self._least.get(id(ops), (ops, 0))[1]), math.inf
         for _ in range(1 + _TIGHTENED):
             frame = _frame(ops, pair, share, beyond)
-            steps = _plan(frame.graph, beyond)
+            steps = _plan(frame.graph, beyond, self._work)
             need = _peak(frame.graph, steps) - frame.graph.static_bytes
             if need <= beyond + (1 << 10):
                 break
@@ -258,7 +270,7 @@ class Planner:
         """The bytes that bodies of a pair take whatever is handed on, as near as plans come."""
         if id(ops) not in self._least:
             graph = _frame(ops, pair, 0.0, 0.0).graph
-            self._least[id(ops)] = ops, _peak(graph, _plan(graph, 0.0)) - graph.static_bytes
+            self._least[id(ops)] = ops, _peak(graph, _plan(graph, 0.0, self._work)) - graph.static_bytes
         return self._least[id(ops)][1]
 
     def _solve(self, frame: _Frame) -> Steps:
@@ -266,7 +278,7 @@ class Planner:
             steps = [(bool(twice), int(op)) for twice, op in next(self.given)]
             _check(frame.graph, steps)
         else:
-            steps = _plan(frame.graph, frame.beyond)
+            steps = _plan(frame.graph, frame.beyond, self._work)
         self.log.append(steps)
         return steps
 
@@ -455,20 +467,22 @@ def _saved(saves: Any, e: Equation) -> bool:
     return saves(made.primitive, *(x.aval for x in made.invars), **made.params) is True
 
 
-def _plan(graph: Graph, beyond: float) -> Steps:
-    """Which op runs when, so that the graph takes ``beyond`` bytes beyond what it is given; as near as plans come."""
+def _plan(graph: Graph, beyond: float, work: int) -> Steps:
+    """Which op runs when, so that the graph takes ``beyond`` bytes beyond what it is given; as near as plans come in
+    searches of ``work`` each."""
     if beyond == math.inf or replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
         return [(False, op) for op in range(len(graph.ops))]
-    limit = max(
-        graph.static_bytes + int(beyond), aligned(lower_bound(graph))
-    )  # for less nothing is found, slowly
-    options = default.Options(order="given", place=False, seconds=60.0, work=_WORK, gap=0.01)
+    limit, least = graph.static_bytes + int(beyond), int(aligned(lower_bound(graph)))
+    if limit < least:  # for which nothing is found, slowly
+        limit = least + (least - graph.static_bytes) // _SPARE
+    options = default.Options(order="given", place=False, seconds=60.0, work=work, gap=0.01)
     for _ in range(_TIGHTENED):
         try:
             made = default.plan(graph, limit, options, prove=False)  # nobody reads its bound
             break
         except Infeasible as error:
             limit = max(error.best_peak, error.lower_bound)
+            limit += (limit - graph.static_bytes) // _SPARE
     else:
         return [(False, op) for op in range(len(graph.ops))]
     steps = [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]

@@ -62,7 +62,7 @@ def _one_condition(program: Program, start: int = 0) -> Program:
             readers.setdefault(v, set()).add(i)
     for i, e in enumerate(equations):
         read = {k for v in e.outputs for k in readers.get(v, ())}
-        if i < start or len(read) != 1 or results & set(e.outputs) or not _may_join(e):
+        if i < start or len(read) != 1 or results & set(e.outputs) or not _may_join(e) or e.made.effects:
             continue
         other = equations[k := read.pop()]
         if _may_join(other) and other.inputs[0] == e.inputs[0]:
@@ -74,7 +74,7 @@ def _one_condition(program: Program, start: int = 0) -> Program:
 
 
 def _may_join(e: Equation) -> bool:
-    plain = e.name == "cond" and e.instead is None and not e.once and not e.made.effects
+    plain = e.name == "cond" and e.instead is None and not e.once and not has_effects(e)
     return plain and e.backward and isinstance(e.inputs[0], int)
 
 
@@ -591,8 +591,9 @@ class PlannedPair:
 
 
 def handed_on(program: Program, chosen: Sequence[tuple[Pair, PlannedPair]], hold: str) -> Program:
-    """The program with each pair as planned. First bodies run once: to run one again as a whole would make
-    everything that is handed on."""
+    """The program with each pair as planned. A loop of the forward pass may run again as a whole, shortly before that
+    of the backward pass reads what it hands on: of loops one behind another (layers of an RNN) what one hands on is
+    there at a time. What devices do together is not done again."""
     made = replace(program, equations=list(program.equations), avals=list(program.avals))
     for pair, planned in chosen:
         _hand_on(made, pair, planned, hold)
@@ -633,7 +634,8 @@ def _hand_on(made: Program, pair: Pair, planned: PlannedPair, hold: str) -> None
         for steps in (_live(ops, planned.first, [*body.outputs[:count], *crosses]), planned.second)
     ]
     made.equations[pair.forward] = replace(
-        first, outputs=(*(first.outputs[k] for k in pair.keeps), *stacks), instead=run_first, once=True,
+        first, outputs=(*(first.outputs[k] for k in pair.keeps), *stacks), instead=run_first,
+        once=first.name != "scan" or bool(first.made.effects),
         inner=max(0, planned.bytes_first - shared) * many, more=flops[0] - replace(first, more=0).flops,
     )  # fmt: skip
     made.equations[pair.backward] = replace(

@@ -18,8 +18,8 @@ from onnx import helper
 from tightship.analysis.patches import DIM, Finder, Patches, Region, Rows, Take, Window, bounds_of, made_rows
 from tightship.errors import Infeasible, Unsupported
 from tightship.files import scratch_folder
-from tightship.frontends.onnx.load import bodies
 from tightship.frontends.onnx.lower import Program, lower
+from tightship.frontends.onnx.nested import bodies
 from tightship.integrations.onnx_write import write_model
 from tightship.plan import Plan
 from tightship.planners.default import EXACT

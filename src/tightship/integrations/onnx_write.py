@@ -19,8 +19,9 @@ import onnx
 
 from tightship.errors import BadInput, Unsupported
 from tightship.files import PathLike, part_of, unwritable
-from tightship.frontends.onnx.load import LARGEST_FILE, Model, bodies, external, stamp, tensors
+from tightship.frontends.onnx.load import LARGEST_FILE, Model, external, stamp, tensors
 from tightship.frontends.onnx.lower import Program
+from tightship.frontends.onnx.nested import bodies
 from tightship.frontends.onnx.types import IN_PLACE, element_type, may_overwrite, viewed
 from tightship.frontends.onnx.wire import fattened, held
 from tightship.plan import Plan, Step

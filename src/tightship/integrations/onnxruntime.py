@@ -24,8 +24,9 @@ import onnxruntime
 
 from tightship.errors import BadInput, Unsupported
 from tightship.files import scratch_folder
-from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, has_sparse, read, tensors
+from tightship.frontends.onnx.load import Model, external, fixed_weights, has_sparse, read, tensors
 from tightship.frontends.onnx.lower import HALF, Program, lower
+from tightship.frontends.onnx.nested import bodies
 from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION, data_name, rename_data
 from tightship.units import format_bytes
 

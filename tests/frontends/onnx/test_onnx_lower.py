@@ -298,9 +298,10 @@ def test_types_without_a_size_are_named(tmp_path):
     nodes = [node("OptionalGetElement", ["x"], ["out"])]
     with pytest.raises(Unsupported, match=r"'x', an optional, .*cut off the nodes around it"):
         graph_of(tmp_path, made(nodes, [helper.make_value_info("x", optional)], [value("out", [2])]))
-    nodes = [node("SequenceConstruct", ["x", "x"], ["s"]), node("ConcatFromSequence", ["s"], ["out"], axis=0)]
+    nodes = [node("SequenceConstruct", ["x", "x"], ["s"]), node("SequenceAt", ["s", "i"], ["out"])]
+    inputs = [value("x", [2]), value("i", [], TensorProto.INT64)]
     with pytest.raises(Unsupported, match=r"s, a sequence, .*zipmap=False"):
-        graph_of(tmp_path, made(nodes, [value("x", [2])], [value("out", None)]))
+        graph_of(tmp_path, made(nodes, inputs, [value("out", None)]))
 
 
 def test_ops_that_are_functions_of_others_have_sizes(tmp_path):
@@ -575,6 +576,29 @@ def test_onnxruntime_says_what_its_own_ops_make(tmp_path, model, count):
     pytest.importorskip("onnxruntime")
     graph = graph_of(tmp_path, model, "n=2")
     assert graph.storages[storage_of(graph, "y")].size == 4 * count
+
+
+def test_weights_of_few_bits_are_known_to_onnxruntime(tmp_path):
+    """As onnxruntime's quantizer writes weights of 4 bits into files of old opsets."""
+    pytest.importorskip("onnxruntime")
+    ins = ["w", "scale", "zero"]
+    nodes = [node("DequantizeLinear", ins, ["y"], domain=MS), node("Mul", ["x", "y"], ["z"])]
+    four = helper.make_tensor("w", TensorProto.INT4, [6], [1, 2, 3, -4, 5, 6])
+    weights = [four, tensor("scale", np.float32(0.5)), helper.make_tensor("zero", TensorProto.INT4, [], [0])]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MS, 1)]
+    graph = graph_of(tmp_path, made(nodes, [value("x", [6])], [value("z", None)], weights, opsets=opsets))
+    assert next(v for v in graph.values if v.name == "y").shape == (6,)
+
+
+def test_inputs_too_small_for_a_window_are_said_to_be(tmp_path):
+    model = made(
+        [node("Conv", ["x", "w"], ["y"])],
+        [value("x", ["n", 8, "h", 16])],
+        [value("y", None)],
+        [tensor("w", WEIGHT)],
+    )
+    with pytest.raises(BadInput, match=r"'y' would have -1 elements along axis 2: .* too small .*--shape"):
+        graph_of(tmp_path, model, "n=1,h=1")
 
 
 def test_without_onnxruntime_its_ops_are_asked_for(tmp_path, monkeypatch):

@@ -80,6 +80,28 @@ def test_sizes_that_the_model_leaves_open_are_asked_for(tmp_path: Path) -> None:
         sources.read_keras(path, "y=1x6x5")
 
 
+def test_tables_and_changing_state_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    layers = keras.layers
+    words = keras.Sequential(
+        [keras.Input((4,), batch_size=2, dtype="string"), layers.StringLookup(vocabulary=["a"])]
+    )
+    kept = keras.Sequential([keras.Input(batch_shape=(2, 4, 6)), layers.LSTM(5, stateful=True)])
+    for model, said in ((words, "without the layers that look up"), (kept, "stateful=False")):
+        path = tmp_path / "refused.keras"
+        model.save(path)
+        with pytest.raises(Unsupported, match=said):
+            sources.read_keras(path)
+
+
+def test_sizes_that_follow_from_data_are_not_asked_of_placeholders(tmp_path: Path) -> None:
+    given = keras.Input((6,), batch_size=2)
+    kinds = keras.layers.Discretization(bin_boundaries=[-1.0, 0.0, 1.0])(given)
+    path = tmp_path / "counted.keras"
+    keras.Model(given, keras.layers.CategoryEncoding(4, output_mode="multi_hot")(kinds)).save(path)
+    with pytest.raises(UnknownSize, match="ensure_shape"):
+        sources.read_keras(path)
+
+
 def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     given = keras.Input((4,), batch_size=1)

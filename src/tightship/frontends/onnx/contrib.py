@@ -46,7 +46,8 @@ def results(
     plain.input.extend(names.get(n, "") for n in node.input)
     plain.output.extend(f"o{k}" if n else "" for k, n in enumerate(node.output))
     fixed = {n: values[n] for n in names if n in values and values[n].size <= _KEPT}
-    contents = tuple((names[n], v.dtype.str, v.shape, v.tobytes()) for n, v in fixed.items())
+    # Tensors, since numpy alone does not know the types of 4 and 8 bits.
+    contents = tuple(onnx.numpy_helper.from_array(v, names[n]).SerializeToString() for n, v in fixed.items())
     shapes = tuple((names[n], types[n].dtype, types[n].sizes) for n in names)
     versions = tuple(sorted({"": opsets.get("", 0) or 13, node.domain: opsets.get(node.domain, 1)}.items()))
     found = _asked(plain.SerializeToString(deterministic=True), shapes, contents, versions)
@@ -57,13 +58,14 @@ def results(
 def _asked(
     text: bytes,
     shapes: tuple[tuple[str, int, tuple[int, ...]], ...],
-    contents: tuple[tuple[str, str, tuple[int, ...], bytes], ...],
+    contents: tuple[bytes, ...],
     opsets: tuple[tuple[str, int], ...],
 ) -> tuple[TensorType, ...] | None:
     node = onnx.NodeProto.FromString(text)
     for weights in (False, True):  # some kernels take weights as constants only
         try:
-            fixed = {n: np.frombuffer(data, dtype).reshape(shape) for n, dtype, shape, data in contents}
+            tensors = map(onnx.TensorProto.FromString, contents)
+            fixed = {t.name: onnx.numpy_helper.to_array(t) for t in tensors}
             if weights:
                 if sum(math.prod(s) for _, _, s in shapes) > _MOST // 8:
                     return None

@@ -310,6 +310,14 @@ class _Walk:
             raise BadInput(f"inconsistent inputs or attributes: {said}", place=where) from error
         if schema.has_function and not schema.has_type_and_shape_inference_function:
             found = self._by_function(node, domain, inputs)
+        for n, t in found.items():
+            for axis, d in enumerate(t.tensor_type.shape.dim):
+                if d.dim_value < 0:
+                    raise BadInput(
+                        f"{n!r} would have {d.dim_value} elements along axis {axis}: the inputs' sizes are too small "
+                        "for it; give larger ones with --shape",
+                        place=where,
+                    )
         return {n: type_of(t, f"{where}: {n}") for n, t in found.items() if t.WhichOneof("value")}
 
     def _by_function(self, node: Any, domain: str, inputs: Mapping[str, Any]) -> dict[str, Any]:

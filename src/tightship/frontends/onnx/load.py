@@ -7,16 +7,14 @@ nodes; a path to weights must lead to a place within the model's folder.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import onnx
 import onnx.inliner
 import onnx.shape_inference
@@ -26,6 +24,8 @@ from google.protobuf.message import DecodeError
 from tightship.errors import BadInput, Unsupported
 from tightship.files import unreadable
 from tightship.frontends.onnx import wire
+from tightship.frontends.onnx.nested import bodies, read_by
+from tightship.frontends.onnx.sequences import listed, sliced
 
 __all__ = [
     "LARGEST_FILE",
@@ -33,7 +33,6 @@ __all__ = [
     "MOST_NODES",
     "OLDEST",
     "Model",
-    "bodies",
     "check_external",
     "external",
     "fixed_weights",
@@ -51,9 +50,6 @@ MOST_NODES: Final = 1_000_000
 """Nodes a model may have once its functions are inlined."""
 OLDEST: Final = 13
 """The oldest opset that is read as it is; older models are converted to it."""
-
-_PARTS: Final = 1024
-"""Elements of constants that say how a tensor is cut into parts, at most."""
 
 _FAULT: Final = "not an ONNX model (a protobuf message of type ModelProto)"
 
@@ -98,8 +94,10 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
             proto = _inlined(proto, place)
         proto, said = _converted(proto, place) if convert else (proto, ())
         notes += said
-        if parts := sum(_sliced(g) for g, _ in _graphs(proto) if g is not None):
+        if parts := sum(sliced(g) for g, _ in _graphs(proto) if g is not None):
             notes += (f"{parts} tensors that are read from sequences of parts are slices",)
+        if lists := sum(listed(g) for g, _ in _graphs(proto) if g is not None):
+            notes += (f"{lists} nodes read the tensors of sequences themselves",)
     except UnicodeError as error:
         raise BadInput("a name that is not UTF-8", place=place) from error
     except RecursionError as error:
@@ -173,14 +171,6 @@ def _opset(proto: Any) -> int:
     return max((int(o.version) for o in proto.opset_import if _domain(o.domain) == ""), default=OLDEST)
 
 
-def bodies(node: Any) -> Iterator[Any]:
-    """The graphs among a node's attributes."""
-    for a in node.attribute:
-        if a.HasField("g"):
-            yield a.g
-        yield from a.graphs
-
-
 def _graphs(proto: Any) -> Iterator[tuple[Any, Any]]:
     """Every graph of a model with its nodes, also those inside nodes; of a function the nodes alone."""
     work = [*((None, f.node) for f in proto.functions), (proto.graph, proto.graph.node)]
@@ -219,7 +209,7 @@ def _sorted(graph: Any) -> bool:
     """Put nodes after what they read, as onnx wants it and onnxruntime does for itself (converters to float16 append
     their casts). Whether anything moved; a cycle is left to whoever reads the graph next."""
     maker = {o: k for k, n in enumerate(graph.node) for o in n.output if o}
-    read = [{maker[i] for i in _read_by(n) if i in maker} for n in graph.node]
+    read = [{maker[i] for i in read_by(n) if i in maker} for n in graph.node]
     if all(max(row, default=-1) < k for k, row in enumerate(read)):
         return False
     readers: list[list[int]] = [[] for _ in read]
@@ -241,100 +231,6 @@ def _sorted(graph: Any) -> bool:
     del graph.node[:]
     graph.node.extend(copied)
     return True
-
-
-def _read_by(node: Any) -> Iterator[str]:
-    yield from node.input
-    for inner in bodies(node):
-        yield from _all_names(inner)
-
-
-# --- sequences that are the parts of a tensor ---
-
-
-def _sliced(graph: Any) -> int:
-    """Read parts of a tensor as slices of it where a sequence only hands them on, as exporters write a split that
-    nobody has optimized. Returns how many."""
-    whole = {
-        n.output[0]: n
-        for n in graph.node
-        if n.op_type == "SplitToSequence" and _standard(n) and n.input and len(n.output) == 1
-    }
-    outside = {o.name for o in graph.output}
-    outside |= {i for n in graph.node for b in bodies(n) for i in _all_names(b)}
-    found: dict[str, list[tuple[int, list[int]]]] = {n: [] for n in whole if n not in outside}
-    known = _whole_numbers(graph) if whole else {}
-    for k, node in enumerate(graph.node):
-        for name in {n for n in node.input if n in found}:
-            part = _part(whole[name], node, known)
-            if part is None:
-                del found[name]
-            else:
-                found[name].append((k, part))
-    taken = {i.name for i in graph.initializer} | {i for n in graph.node for i in (*n.input, *n.output)}
-    for name, rows in found.items():
-        axis = next((a.i for a in whole[name].attribute if a.name == "axis"), 0)
-        for k, bounds in rows:
-            node, given = graph.node[k], [whole[name].input[0]]
-            for what, number in zip(("start", "end", "axis"), (*bounds, axis), strict=True):
-                text = f"{node.output[0]}/{what}"
-                while text in taken:
-                    text += "_"
-                taken.add(text)
-                graph.initializer.append(onnx.numpy_helper.from_array(np.array([number], np.int64), text))
-                given.append(text)
-            node.op_type, node.input[:] = "Slice", given
-    for k in [k for k, n in enumerate(graph.node) if n.output and n.output[0] in found][::-1]:
-        del graph.node[k]
-    return sum(map(len, found.values()))
-
-
-def _part(whole: Any, node: Any, known: Mapping[str, list[int]]) -> list[int] | None:
-    """Where the part of a tensor that a node takes out of a sequence begins and ends, if that is known."""
-    if node.op_type != "SequenceAt" or len(node.input) != 2 or len(node.output) != 1:
-        return None
-    where, keep = known.get(node.input[1]), [a.i for a in whole.attribute if a.name == "keepdims"]
-    sizes = (
-        known.get(whole.input[1]) if len(whole.input) > 1 and whole.input[1] else None if keep == [0] else [1]
-    )
-    if not where or where[0] < 0 or not sizes or min(sizes) < 1:
-        return None
-    if len(sizes) == 1:
-        bounds = [where[0] * sizes[0], (where[0] + 1) * sizes[0]]
-    else:
-        bounds = [sum(sizes[: where[0]]), sum(sizes[: where[0] + 1])]
-    return bounds if bounds[0] < bounds[1] < 1 << 62 else None
-
-
-def _whole_numbers(graph: Any) -> dict[str, list[int]]:
-    """Constants of a graph that are a few whole numbers."""
-    made = [(t.name, t) for t in graph.initializer]
-    made += [
-        (n.output[0], a.t)
-        for n in graph.node
-        if n.op_type == "Constant" and n.output
-        for a in n.attribute
-        if a.HasField("t")
-    ]
-    small = [(n, t) for n, t in made if t.data_type == onnx.TensorProto.INT64 and sum(t.dims) <= _PARTS]
-    found = {}
-    for name, t in small:
-        if not t.external_data and len(t.dims) <= 1:
-            # What is wrong with it is said where it is needed.
-            with contextlib.suppress(ValueError, TypeError, RuntimeError):
-                found[name] = onnx.numpy_helper.to_array(t).ravel().tolist()
-    return found
-
-
-def _all_names(graph: Any) -> Iterator[str]:
-    """What the nodes of a graph, and of those inside it, read, and what it hands out."""
-    yield from (o.name for o in graph.output)
-    for node in graph.node:
-        yield from _read_by(node)
-
-
-def _standard(node: Any) -> bool:
-    return node.domain in ("", "ai.onnx")
 
 
 def has_sparse(proto: Any) -> bool:

@@ -15,7 +15,7 @@ from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder, trace_line
 from tightship.frontends.onnx.infer import Scope, infer, label
 from tightship.frontends.onnx.load import Model
-from tightship.frontends.onnx.load import bodies as graphs_in
+from tightship.frontends.onnx.nested import bodies as graphs_in
 from tightship.frontends.onnx.types import (
     IN_PLACE,
     Shapes,

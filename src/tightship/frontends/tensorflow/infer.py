@@ -161,15 +161,18 @@ class _Inference:
         teaching = [n for n in order if self.nodes[n].op in LOOPS | BRANCHES or self.nodes[n].op in _ELEMENT]
         for _ in range(len(teaching) + 1):
             self.ops = self._imported()
+            self._check_placeholders()
             learned = self._walk(order)
             if not learned and any(self._items_of(b) for b in self.back.values()):
                 learned = self._walk(order)  # what lists hold is known where they are written
             if not learned:
                 break
         if unknown := [n for n in self.unknown if self.needed is None or name_of(n) in self.needed]:
-            names = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
-            fault = f"unknown size of {names}; give placeholders' with --shape NAME=NxM"
-            raise UnknownSize(fault, place=self.place)
+            names = ", ".join(unknown[:_NAMED]) + f" and {len(unknown) - _NAMED} more" * (
+                len(unknown) > _NAMED
+            )
+            asked = "they follow from data: say them where the graph is made (tf.ensure_shape)"
+            raise UnknownSize(f"unknown size of {names}; {asked}", place=self.place)
         self._invariant()
         rest = {n: () for n in self.nodes if n not in self.results}  # on a cycle
         ops = self.ops
@@ -178,6 +181,27 @@ class _Inference:
             n: tuple(i for i, t in enumerate(op._input_types) if t._is_ref_dtype) for n, op in ops.items()
         }
         return Types(self.results | rest, stateful, {n: r for n, r in refs.items() if r}, self.called)
+
+    def _check_placeholders(self) -> None:
+        """Raise ``UnknownSize`` naming the graph's placeholders without sizes, from which all others follow."""
+        unknown = {}
+        for name, node in self.nodes.items():
+            if node.op in FEEDS and name not in self.given and (self.needed is None or name in self.needed):
+                noted = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []
+                tensor = self.ops[name].outputs[0]
+                if tensor.dtype.base_dtype in (tf.variant, tf.resource):
+                    continue
+                if _shape(tensor.shape, noted[0] if noted else None) is None:
+                    known = None if tensor.shape.rank is None else tensor.shape.as_list()
+                    unknown[name] = (
+                        "NxM" if known is None else "x".join("N" if d is None else str(d) for d in known)
+                    )
+        if unknown:
+            names = ", ".join(list(unknown)[:_NAMED]) + f" and {len(unknown) - _NAMED} more" * (
+                len(unknown) > _NAMED
+            )
+            hint = ",".join(f"{n}={form}" for n, form in list(unknown.items())[:_NAMED])
+            raise UnknownSize(f"unknown size of {names}; give --shape {hint}", place=self.place)
 
     def _invariant(self) -> None:
         """Raise ``UnknownSize`` where a loop's value changes its shape from turn to turn."""
@@ -241,6 +265,8 @@ class _Inference:
                 shape = _shape(tensor.shape, noted[k] if k < len(noted) else None)
                 if shape is None and k == _ELEMENT.get(node.op):
                     shape = self.elements.get(name)
+                if shape is None:
+                    shape = _RESERVED.get((node.op, k))
                 if shape is None and (inner := _agreed(bodies, k)) is not None:
                     shape, learned = inner.shape, True
                 if shape is None and self._learns_element(node, k):
@@ -410,6 +436,11 @@ _FORWARDS_LISTS: Final = frozenset(
     "Identity Enter RefEnter Exit RefExit Merge RefMerge Switch RefSwitch NextIteration RefNextIteration "
     "StopGradient Placeholder".split()
 )
+_NAMED: Final = 6
+"""Values that a message names."""
+_RESERVED: Final = {("FusedBatchNormV3", 5): (0,), ("_FusedBatchNormEx", 5): (0,)}
+"""By op and result, the shape that kernels for CPUs give what TensorFlow has no shape for: bytes that cuDNN sets
+aside for the gradient."""
 _ELEMENT: Final = {"TensorListElementShape": 0, "TensorListGetItem": 0, "TensorListPopBack": 1}
 """Kinds that take an element out of a list, or say its shape: as which result."""
 _GROWS: Final = frozenset(("TensorListReserve", "EmptyTensorList"))

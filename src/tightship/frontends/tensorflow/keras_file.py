@@ -54,9 +54,9 @@ def read_keras(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...
         from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
         call = tf.function(lambda *xs: model(list(xs) if len(xs) > 1 else xs[0], training=False))
-        frozen = convert_variables_to_constants_v2(
-            call.get_concrete_function(*given), lower_control_flow=False
-        )
+        traced = call.get_concrete_function(*given)
+        _check_ops(traced.graph.as_graph_def(), place)
+        frozen = convert_variables_to_constants_v2(traced, lower_control_flow=False)
         proto = frozen.graph.as_graph_def()
     except TightshipError:
         raise
@@ -64,6 +64,22 @@ def read_keras(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...
         raise BadInput(f"TensorFlow cannot make a graph of the model: {_said(error)}", place=place) from error
     fetch = tuple(dict.fromkeys(t.op.name for t in frozen.outputs))
     return GraphFile(Path(place), proto, fetch)
+
+
+def _check_ops(proto: Any, place: str) -> None:
+    """Raise ``Unsupported`` where the forward pass does what a frozen graph cannot: look something up in a table,
+    whose contents are no constant, or change a variable."""
+    for node in (*proto.node, *(n for f in proto.library.function for n in f.node_def)):
+        if node.op.startswith("LookupTable"):
+            raise Unsupported(
+                f"the table of {node.name!r} in {place}", "a frozen graph has no tables",
+                "save the model without the layers that look up text or categories: from what these make on",
+            )  # fmt: skip
+        if node.op.startswith("Assign") and node.op.endswith("VariableOp"):
+            raise Unsupported(
+                f"the state that {node.name!r} changes in {place}", "a frozen graph has constants for variables",
+                "build the layer with stateful=False, or export a SavedModel",
+            )  # fmt: skip
 
 
 def _said(error: Exception) -> str:
