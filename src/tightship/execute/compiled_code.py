@@ -87,6 +87,7 @@ class Compiled(NotCopied):
         kind: str, device: str, made_by: Compilation, *, sends: tuple[int, ...], strict: bool,
     ) -> None:  # fmt: skip
         self.unplanned, self.chosen, self.sends = made_by.unplanned, made_by.row, sends
+        self.measured = made_by.measured
         self.program, self.optimizer, self.flat, self.plan, self.strict = (
             program,
             optimizer,
@@ -216,9 +217,11 @@ class Compilation:
         self, program: Program, optimizer: Any, settings: Settings,
         resolved: Callable[[int, int, int], int | None], beside: int, given: Decision | None = None, *,
         alone: bool = True, follows: bool = False, numbers: Collection[OpNumber] = (),
+        before: Compiled | None = None,
     ) -> None:  # fmt: skip
         """``given``: what another rank has decided, of other tensors if this one ``follows``. Unless ``alone``,
-        nothing is kept for later processes: each rank would find something else. ``numbers`` are inputs."""
+        nothing is kept for later processes: each rank would find something else. ``numbers`` are inputs;
+        ``before`` is what ran the same ops with other ones."""
         self.given, self.alone, self.follows, self.numbers = given, alone, follows, numbers
         self.row: Partition | None = None
         self.program, self.optimizer, self.settings = program, optimizer, settings
@@ -228,6 +231,9 @@ class Compilation:
             raise Unsupported("ops on several devices in compiled mode", "a budget is of one device's memory")
         self.device, self.align = device or "cpu", alignment_of(device or "cpu")
         self.measured = Measured(allocator.kind_of(self.device))
+        self.told = None if before is None else before.flat.told
+        if before is not None:
+            self.measured.learn(before.measured.known)
         unchecked = any(only_raises(c.fn) for c in program.calls)
         self.notes = [_NUMBERS, *([_UNCHECKED] if unchecked else [])]
         self.count = 0
@@ -258,7 +264,7 @@ class Compilation:
 
     def _run(self, folder: pathlib.Path | None, kept: str) -> Compiled:
         program = self.program
-        flat = flatten_program(program, self.optimizer, self.numbers)
+        flat = flatten_program(program, self.optimizer, self.numbers, self.told)
         self.own = aligned(8, self.align) * (len(flat.numbers) + len(flat.op_numbers))
         self.code = None
         if folder is not None and kept:

@@ -128,13 +128,13 @@ class CompiledStep(CompiledTogether):
 
     def _compiled(
         self, program: Program, beside: int, given: Decision | None = None, *, follows: bool = False,
-        numbers: Collection[OpNumber] = (),
+        numbers: Collection[OpNumber] = (), before: Compiled | None = None,
     ) -> Any:  # fmt: skip
         alone = self.ranks is None
         with self.settings.progress.stage("compiling"), compat_inductor.compiling():
             return Compilation(
                 program, self.optimizer, self.settings, self._resolved, beside, given, alone=alone,
-                follows=follows, numbers=numbers,
+                follows=follows, numbers=numbers, before=before,
             ).run()  # fmt: skip
 
     def _resolved(self, static: int, peak: int, beside: int) -> int | None:
@@ -153,27 +153,31 @@ class CompiledStep(CompiledTogether):
             executor.change_numbers(captured)
         else:
             variant.executor = self._compiled_again(variant, captured, places)
+        captured.forget_samples()
         variant.program = variant.captured = captured
         variant.binding = Binding(captured, self.model, self.optimizer)
         self._share_arena()
 
     def _compiled_again(self, variant: Variant, captured: Program, places: Collection[OpNumber]) -> Any:
+        before = cast(Compiled, variant.executor)
         ops = ", ".join(sorted({captured.graph.ops[n.op].name for n in places}))
         text = f"compiled again: another number in {ops}"
         beside = 0 if variant.part != "update" else self._beside
         inputs = frozenset(n for n in places if takes(captured, n))
         if self.ranks is None and inputs == places:
             self._note(f"{text}, which is an input of the compiled step from now on")
-            known = (n for n in cast(Compiled, variant.executor).flat.op_numbers if takes(captured, n))
+            known = (n for n in before.flat.op_numbers if takes(captured, n))
             with suppress(Infeasible):  # it takes some bytes more, which may be more than there are
-                return self._compiled(captured, beside, numbers=inputs.union(known))
+                return self._compiled(captured, beside, numbers=inputs.union(known), before=before)
         text = f"{text}, which compiled code has in it"
         self._note(text)
         warnings.warn(
             f"{text}. What changes often belongs into a tensor of the batch", Thrashing, stacklevel=7
         )
         given = read_decision(variant.text) if variant.text else None
-        return self._compiled(captured, beside, given)  # the order of what is sent stays as it is
+        return self._compiled(
+            captured, beside, given, before=before
+        )  # the order of what is sent stays as it is
 
     def _note(self, text: str) -> None:
         self._notes += [] if text in self._notes else [text]

@@ -13,7 +13,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -24,6 +24,7 @@ from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch import compat, compat_inductor_tracing
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.number_inputs import OpNumber, computed
+from tightship.frontends.torch.capture.whole_ops import Told, called_whole, is_whole, told_by
 from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.compiled_collectives import as_ops
 from tightship.frontends.torch.optimizer.copy import Path, bare
@@ -63,23 +64,30 @@ class Number:
 class Flat:
     """``graph`` takes the tensors of those of the program's ``slots`` that something reads, then ``numbers`` of the
     optimizer and ``op_numbers``, each a tensor of one double; and returns the program's results. ``inputs`` are
-    stand-ins for what it takes."""
+    stand-ins for what it takes. ``told``: what is known of data that decide sizes, by op."""
 
     graph: GraphModule
     inputs: tuple[torch.Tensor, ...]
     slots: tuple[int, ...]
     numbers: tuple[Number, ...]
     op_numbers: tuple[OpNumber, ...] = ()
+    told: Mapping[int, Told] = field(default_factory=dict)
 
 
-def flatten_program(program: Program, optimizer: Any, given: Collection[OpNumber] = ()) -> Flat:
-    """The program as one fx graph, of which the numbers ``given`` are inputs. Raises ``Unsupported`` for optimizers
+def flatten_program(
+    program: Program, optimizer: Any, given: Collection[OpNumber] = (), told: Mapping[int, Told] | None = None
+) -> Flat:
+    """The program as one fx graph, of which the numbers ``given`` are inputs; ``told``: as the program was written
+    out before, where that has been done. Raises ``Unsupported`` for optimizers
     that cannot be written out, and for what has no ATen ops."""
-    return _Flattening(program, optimizer, given).run()
+    return _Flattening(program, optimizer, given, told or {}).run()
 
 
 class _Flattening:
-    def __init__(self, program: Program, optimizer: Any, given: Collection[OpNumber]) -> None:
+    def __init__(
+        self, program: Program, optimizer: Any, given: Collection[OpNumber], told: Mapping[int, Told]
+    ) -> None:
+        self.told = dict(told)
         self.program, self.optimizer = program, optimizer
         self.updaters = [c.fn for c in program.calls if isinstance(c.fn, Updater)]
         self.numbers, self.op_numbers = self._numbers(), tuple(sorted(given))
@@ -114,7 +122,7 @@ class _Flattening:
             )
         places = {s.value: k for k, s in enumerate(self.program.slots)}
         slots = tuple(places[s.value] for s in self.slots)
-        return Flat(traced, tuple(inputs), slots, self.numbers, self.op_numbers)
+        return Flat(traced, tuple(inputs), slots, self.numbers, self.op_numbers, self.told)
 
     def _device(self, slot: Any) -> torch.device:
         devices = {op.device for op in self.program.graph.ops if op.device}
@@ -137,7 +145,7 @@ class _Flattening:
                 as_ops(call.fn)  # which raises
                 continue
             known = isinstance(call.fn, (Updater, torch._ops.OpOverload)) or only_raises(call.fn)
-            if not known and compat_inductor_tracing.called_whole(call.fn) is None:
+            if not known and not is_whole(call.fn):
                 where = graph.place(graph.ops.index(op))
                 raise Unsupported(
                     f"{op.target} at {where} in compiled mode",
@@ -171,7 +179,12 @@ class _Flattening:
         for index, (op, call) in enumerate(zip(graph.ops, program.calls, strict=True)):
             compat_inductor_tracing.of_module(op.module if op.phase == "forward" else None)
             args, kwargs = substitute((call.args, call.kwargs), read)
-            whole = compat_inductor_tracing.called_whole(call.fn)
+            whole = None
+            if is_whole(call.fn):
+                likes = [values[v] if v >= 0 else None for v in call.results]
+                if index not in self.told:
+                    self.told[index] = told_by(program.samples.get(index, {}))
+                whole = called_whole(call, likes, self.told[index], read)
             if isinstance(call.fn, Updater):
                 _update(call.fn, args, numbers)
                 continue
@@ -181,7 +194,7 @@ class _Flattening:
                 like = dtype_of(values[next(v for v in (*call.results, *refs_in(call.args)) if v >= 0)].dtype)
                 out = computed(call, of_ops[index], like, read)
             elif whole is not None:
-                out = whole([values[v] if v >= 0 else None for v in call.results], *args, **kwargs)
+                out = whole()
             elif isinstance(call.fn, Collective):
                 out = as_ops(call.fn)(sent, *args, **kwargs)
                 sent += 1
@@ -307,6 +320,9 @@ def viewed(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor:
     ):
         return tensor
     if base.dtype != value.dtype:
+        pairs = _as_pairs(tensor, base, value)
+        if pairs is not None:
+            return pairs
         raise Unsupported(
             f"{value.name}, {base.dtype} read as {value.dtype}, in compiled mode", "Inductor copies it"
         )
@@ -315,6 +331,20 @@ def viewed(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor:
         offset = tensor.storage_offset() + value.offset - base.offset
         made = torch.as_strided(tensor, value.shape, value.stride, offset)
     return made
+
+
+def _as_pairs(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor | None:
+    """Complex numbers as pairs of real ones, or these as complex numbers; None for all other dtypes."""
+    if dtype_of(base.dtype).is_complex and dtype_of(base.dtype).to_real() == dtype_of(value.dtype):
+        return viewed(torch.view_as_real(tensor), _paired(base, value.dtype), value)
+    if dtype_of(value.dtype).is_complex and dtype_of(value.dtype).to_real() == dtype_of(base.dtype):
+        return torch.view_as_complex(viewed(tensor, base, _paired(value, base.dtype)))
+    return None
+
+
+def _paired(value: Value, dtype: str) -> Value:
+    shape, stride = (*value.shape, 2), (*(2 * n for n in value.stride), 1)
+    return replace(value, dtype=dtype, shape=shape, stride=stride, offset=2 * value.offset)
 
 
 def _cut(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor | None:
