@@ -9,7 +9,9 @@ from tightship import fit
 
 pytestmark = [
     pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch"),
-    pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Torchinductor does not support code generation for complex:UserWarning"
+    ),
     pytest.mark.slow,
 ]
 
