@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from tightship import simulate
 from tightship.errors import Infeasible, Unsupported
@@ -35,6 +35,10 @@ from tightship.frontends.torch.program import Program
 from tightship.plan import Plan
 
 __all__ = ["CompiledStep", "WholePlan"]
+
+
+_NUMBER: Final = 64
+"""Bytes that a number takes as an input, at least."""
 
 
 class CompiledStep(CompiledTogether):
@@ -112,9 +116,11 @@ class CompiledStep(CompiledTogether):
     def _first_compiled(self, captured: Program, beside: int) -> Any:
         """With the numbers that data have said as inputs, where there is room for these."""
         numbers = places_said_by_data(captured)
-        if numbers:
-            with suppress(Infeasible):
-                return self._compiled(captured, beside, numbers=numbers)
+        try:
+            return self._compiled(captured, beside, numbers=numbers)
+        except Infeasible as no:
+            if no.best_peak - no.budget > _NUMBER * len(numbers):  # it is not for want of room for them
+                raise
         return self._compiled(captured, beside)
 
     def _compiled_variant(
