@@ -21,6 +21,7 @@ from tightship.execute import allocator
 from tightship.execute.allocator import Meter
 from tightship.execute.interpreter import RunStats
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.capture.whole_ops import measured_on_samples
 from tightship.frontends.torch.collectives import unsent
 from tightship.frontends.torch.compat_compile import outside
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
@@ -58,7 +59,7 @@ class Measured:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.recorded = allocator.available(kind)
-        self._known: dict[str, Asked] = {}
+        self.known: dict[str, Asked] = {}
         self._foreign: list[str] = []
 
     def notes(self) -> list[str]:
@@ -69,15 +70,15 @@ class Measured:
 
     def learn(self, known: Mapping[str, Asked]) -> None:
         """Takes over what was measured in an earlier run."""
-        self._known.update({k: x for k, x in known.items() if k not in self._known})
+        self.known.update({k: x for k, x in known.items() if k not in self.known})
 
     def __call__(self, kernel: Kernel) -> Asked:
-        if kernel.key not in self._known:
+        if kernel.key not in self.known:
             if kernel.foreign and kernel.foreign not in self._foreign:
                 self._foreign.append(kernel.foreign)
             with outside(), compat.plain_execution(), torch.random.fork_rng():
-                self._known[kernel.key] = self._run(kernel)
-        return self._known[kernel.key]
+                self.known[kernel.key] = self._run(kernel)
+        return self.known[kernel.key]
 
     def _run(self, kernel: Kernel) -> Asked:
         for number, index in _FILLED:
@@ -89,7 +90,7 @@ class Measured:
         raise Unsupported(what, f"it does not run on tensors like those of the step: {failed}") from failed
 
     def _asked(self, kernel: Kernel, number: float, index: int) -> Asked:
-        with unsent():  # other ranks do not measure at the same time
+        with unsent(), measured_on_samples():  # other ranks do not measure at the same time
             return self._recorded(kernel.prepare(number, index), kernel)
 
     def _recorded(self, call: Callable[[], Any], kernel: Kernel) -> Asked:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import pathlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, flatten_program
 from tightship.frontends.torch.capture.fused import between_blocks
 from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
+from tightship.frontends.torch.capture.number_inputs import OpNumber, takes
 from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.compat_inductor import Lower, Lowered, NotLowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
@@ -86,6 +87,7 @@ class Compiled(NotCopied):
         kind: str, device: str, made_by: Compilation, *, sends: tuple[int, ...], strict: bool,
     ) -> None:  # fmt: skip
         self.unplanned, self.chosen, self.sends = made_by.unplanned, made_by.row, sends
+        self.measured = made_by.measured
         self.program, self.optimizer, self.flat, self.plan, self.strict = (
             program,
             optimizer,
@@ -97,7 +99,8 @@ class Compiled(NotCopied):
         self.arena: allocator.Arena | None = None
         self.last: RunStats | None = None
         self._device = device
-        self._numbers = [torch.zeros((), dtype=torch.float64) for _ in flat.numbers]
+        count = len(flat.numbers) + len(flat.op_numbers)
+        self._numbers = [torch.zeros((), dtype=torch.float64) for _ in range(count)]
         name = program.graph.name
         (pass_,) = plan.passes
         self._pass = CompiledPass(call, pass_, plan.static, kind, f"the compiled {name}")
@@ -114,6 +117,14 @@ class Compiled(NotCopied):
     def reserve(self, extent: int) -> allocator.Arena:
         return allocator.Arena(extent, self._device)
 
+    def takes(self, places: Collection[OpNumber], program: Program) -> bool:
+        """Whether the numbers at these places are inputs, and can be what they are in ``program``."""
+        return set(places) <= set(self.flat.op_numbers) and all(takes(program, n) for n in places)
+
+    def change_numbers(self, program: Program) -> None:
+        """Runs with the numbers of ``program`` from now on, which differs in nothing else."""
+        self.program = program
+
     def run(self, inputs: Sequence[Any], *, consume: bool = False) -> list[Any]:
         tensors = list(inputs)
         if consume:
@@ -122,8 +133,9 @@ class Compiled(NotCopied):
         self._make_state(tensors)
         args = [tensors[k] for k in self.flat.slots]
         del tensors
-        for t, number in zip(self._numbers, self.flat.numbers, strict=True):
-            value = number.read(self.optimizer)
+        values = [n.read(self.optimizer) for n in self.flat.numbers]
+        values += [n.of(self.program) for n in self.flat.op_numbers]
+        for t, value in zip(self._numbers, values, strict=True):
             t.copy_(value) if isinstance(value, torch.Tensor) else t.fill_(value)
         args += self._numbers
         if self.arena is None:
@@ -204,11 +216,13 @@ class Compilation:
     def __init__(
         self, program: Program, optimizer: Any, settings: Settings,
         resolved: Callable[[int, int, int], int | None], beside: int, given: Decision | None = None, *,
-        alone: bool = True, follows: bool = False,
+        alone: bool = True, follows: bool = False, numbers: Collection[OpNumber] = (),
+        before: Compiled | None = None,
     ) -> None:  # fmt: skip
         """``given``: what another rank has decided, of other tensors if this one ``follows``. Unless ``alone``,
-        nothing is kept for later processes: each rank would find something else."""
-        self.given, self.alone, self.follows = given, alone, follows
+        nothing is kept for later processes: each rank would find something else. ``numbers`` are inputs;
+        ``before`` is what ran the same ops with other ones."""
+        self.given, self.alone, self.follows, self.numbers = given, alone, follows, numbers
         self.row: Partition | None = None
         self.program, self.optimizer, self.settings = program, optimizer, settings
         self.resolved, self.beside = resolved, beside
@@ -217,6 +231,9 @@ class Compilation:
             raise Unsupported("ops on several devices in compiled mode", "a budget is of one device's memory")
         self.device, self.align = device or "cpu", alignment_of(device or "cpu")
         self.measured = Measured(allocator.kind_of(self.device))
+        self.told = None if before is None else before.flat.told
+        if before is not None:
+            self.measured.learn(before.measured.known)
         unchecked = any(only_raises(c.fn) for c in program.calls)
         self.notes = [_NUMBERS, *([_UNCHECKED] if unchecked else [])]
         self.count = 0
@@ -247,8 +264,8 @@ class Compilation:
 
     def _run(self, folder: pathlib.Path | None, kept: str) -> Compiled:
         program = self.program
-        flat = flatten_program(program, self.optimizer)
-        self.own = aligned(8, self.align) * len(flat.numbers)
+        flat = flatten_program(program, self.optimizer, self.numbers, self.told)
+        self.own = aligned(8, self.align) * (len(flat.numbers) + len(flat.op_numbers))
         self.code = None
         if folder is not None and kept:
             made_from = (

@@ -11,22 +11,34 @@ replayed to the byte; what runs was replayed and is within the budget, or ``Infe
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any, Final, cast
 
 from tightship import simulate
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.binding import Binding
-from tightship.execute.compiled_code import Compilation, WholePlan
+from tightship.execute.compiled_code import Compilation, Compiled, WholePlan
 from tightship.execute.compiled_ranks import CompiledTogether, Decision, read_decision
 from tightship.execute.parts import bytes_of_inputs, gradients_of
 from tightship.execute.prepared import Thrashing, Variant, log_plan
 from tightship.frontends.torch import compat_inductor
 from tightship.frontends.torch.capture.flat import NoFormula, fixed_settings
+from tightship.frontends.torch.capture.number_inputs import (
+    OpNumber,
+    changed_places,
+    places_said_by_data,
+    takes,
+)
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import Program
 from tightship.plan import Plan
 
 __all__ = ["CompiledStep", "WholePlan"]
+
+
+_NUMBER: Final = 64
+"""Bytes that a number takes as an input, at least."""
 
 
 class CompiledStep(CompiledTogether):
@@ -93,13 +105,23 @@ class CompiledStep(CompiledTogether):
         if part != "update":
             self._note_return(captured.graph)
         try:
-            executor = self._compiled(captured, beside)
+            executor = self._first_compiled(captured, beside)
         except NoFormula as no:
             if part != "update":
                 raise
             self._step_apart(no)
             return super()._variant(captured, modes, part=part, beside=beside)
         return self._compiled_variant(captured, executor, modes, part)
+
+    def _first_compiled(self, captured: Program, beside: int) -> Any:
+        """With the numbers that data have said as inputs, where there is room for these."""
+        numbers = places_said_by_data(captured)
+        try:
+            return self._compiled(captured, beside, numbers=numbers)
+        except Infeasible as no:
+            if no.best_peak - no.budget > _NUMBER * len(numbers):  # it is not for want of room for them
+                raise
+        return self._compiled(captured, beside)
 
     def _compiled_variant(
         self, captured: Program, executor: Any, modes: tuple[Any, ...], part: str
@@ -111,20 +133,15 @@ class CompiledStep(CompiledTogether):
         )
 
     def _compiled(
-        self, program: Program, beside: int, given: Decision | None = None, *, follows: bool = False
-    ) -> Any:
+        self, program: Program, beside: int, given: Decision | None = None, *, follows: bool = False,
+        numbers: Collection[OpNumber] = (), before: Compiled | None = None,
+    ) -> Any:  # fmt: skip
         alone = self.ranks is None
         with self.settings.progress.stage("compiling"), compat_inductor.compiling():
             return Compilation(
-                program,
-                self.optimizer,
-                self.settings,
-                self._resolved,
-                beside,
-                given,
-                alone=alone,
-                follows=follows,
-            ).run()
+                program, self.optimizer, self.settings, self._resolved, beside, given, alone=alone,
+                follows=follows, numbers=numbers, before=before,
+            ).run()  # fmt: skip
 
     def _resolved(self, static: int, peak: int, beside: int) -> int | None:
         """The most bytes that a part may take, whose peak was ``peak`` as Inductor has it. A percentage is of the
@@ -135,20 +152,41 @@ class CompiledStep(CompiledTogether):
         return None if self._limit is None else max(self._limit - beside, 0)
 
     def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
-        ops = ", ".join(sorted({captured.graph.ops[k].name for k in numbers}))
-        text = f"compiled again: another number in {ops}, which compiled code has in it"
-        self._notes += [] if text in self._notes else [text]
-        warnings.warn(
-            f"{text}. What changes often belongs into a tensor of the batch", Thrashing, stacklevel=6
-        )
-        beside = 0 if variant.part != "update" else self._beside
-        given = (
-            read_decision(variant.text) if variant.text else None
-        )  # the order of what is sent stays as it is
-        variant.executor = self._compiled(captured, beside, given)
+        """What was compiled runs with other numbers where they are inputs. Where they are not, it is compiled again,
+        and those that have changed are inputs from then on, where they can be."""
+        places, executor = changed_places(variant.captured, numbers), cast(Compiled, variant.executor)
+        if executor.takes(places, captured):
+            executor.change_numbers(captured)
+        else:
+            variant.executor = self._compiled_again(variant, captured, places)
+        captured.forget_samples()
         variant.program = variant.captured = captured
         variant.binding = Binding(captured, self.model, self.optimizer)
         self._share_arena()
+
+    def _compiled_again(self, variant: Variant, captured: Program, places: Collection[OpNumber]) -> Any:
+        before = cast(Compiled, variant.executor)
+        ops = ", ".join(sorted({captured.graph.ops[n.op].name for n in places}))
+        text = f"compiled again: another number in {ops}"
+        beside = 0 if variant.part != "update" else self._beside
+        inputs = frozenset(n for n in places if takes(captured, n))
+        if self.ranks is None and inputs == places:
+            self._note(f"{text}, which is an input of the compiled step from now on")
+            known = (n for n in before.flat.op_numbers if takes(captured, n))
+            with suppress(Infeasible):  # it takes some bytes more, which may be more than there are
+                return self._compiled(captured, beside, numbers=inputs.union(known), before=before)
+        text = f"{text}, which compiled code has in it"
+        self._note(text)
+        warnings.warn(
+            f"{text}. What changes often belongs into a tensor of the batch", Thrashing, stacklevel=7
+        )
+        given = read_decision(variant.text) if variant.text else None
+        return self._compiled(
+            captured, beside, given, before=before
+        )  # the order of what is sent stays as it is
+
+    def _note(self, text: str) -> None:
+        self._notes += [] if text in self._notes else [text]
 
     def _resolve_for_parts(self, program: Program) -> None:
         """The budget is resolved when the first part is lowered. An update that is not compiled counts as it is in

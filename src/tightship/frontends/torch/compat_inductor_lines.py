@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -256,13 +256,15 @@ _READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Like:
-    """Stands for a tensor of such metadata; ``lazily``: what its readers have to do with it first."""
+    """Stands for a tensor of such metadata; ``lazily``: what its readers have to do with it first. ``storage``: the
+    bytes that it lies among, where a kernel looks at all of them."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
     lazily: tuple[str, ...] = ()
+    storage: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -287,6 +289,27 @@ def _like(node: Any) -> _Like:
     hint = V.graph.sizevars.optimization_hint
     shape, stride = (tuple(int(hint(n)) for n in row) for row in (node.get_size(), node.get_stride()))
     return _Like(shape, stride, node.get_dtype(), str(node.get_device()), _lazily(node))
+
+
+_CLONES_STORAGE: Final = tuple(
+    f"aten.{name}.default"
+    for name in ("copy", "as_strided_scatter", "slice_scatter", "select_scatter", "diagonal_scatter")
+)
+"""Ops whose result is a copy of the whole storage that their first argument lies in."""
+
+
+def _in_storage(node: Any) -> _Like:
+    """A tensor with what else there is in its storage."""
+    like = _like(node)
+    while type(node).__name__ in ("TensorBox", "StorageBox", "ReinterpretView"):
+        node = node.data
+    origin = node.get_origin_node() if type(node).__name__ in ("FallbackKernel", "MultiOutput") else None
+    value = None if origin is None else origin.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        nbytes = int(value.untyped_storage().nbytes())
+    else:
+        nbytes = _like(node).nbytes
+    return replace(like, storage=nbytes)
 
 
 def _lazily(node: Any) -> tuple[str, ...]:
@@ -330,6 +353,8 @@ def _kernel(node: Any) -> Kernel:
     ):
         kwargs["out"] = _like(node)
     name = str(getattr(node, "op_overload", None) or node.get_kernel_name())
+    if name in _CLONES_STORAGE:
+        args = [_in_storage(node.inputs[0]), *args[1:]]
     call = _callable(node)
 
     def prepare(number: float, index: int) -> Callable[[], Any]:
@@ -377,6 +402,9 @@ def _sampled(tree: Any, number: float, index: int) -> Any:
     """Zero is an index that nearly every op takes; a probability may have to be more."""
     if isinstance(tree, _Like):
         new = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
+        if tree.storage > new.untyped_storage().nbytes():
+            whole = torch.empty(tree.storage // tree.dtype.itemsize, dtype=tree.dtype, device=tree.device)
+            new = whole.as_strided(tree.shape, tree.stride)
         new.fill_(number if new.is_floating_point() else index)
         for view in tree.lazily:
             new = getattr(torch.ops.aten, view).default(new)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,14 +14,11 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tightship.errors import TightshipError, Unsupported
-from tightship.graph import Value
 
 __all__ = [
     "as_if_compiling",
     "compiled_strides",
     "failing",
-    "grouped_mm",
-    "is_grouped_mm",
     "of_module",
     "traced",
 ]
@@ -48,40 +44,6 @@ def failing(what: str) -> Iterator[None]:
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
             words = f"what {words} gives follows from numbers in tensors"
         raise Unsupported(f"{what} in compiled mode", words, 'use mode="exact"') from error
-
-
-def is_grouped_mm(fn: Any) -> bool:
-    return fn is torch.ops.aten._grouped_mm.default
-
-
-def grouped_mm(*args: Any, like: Value, **kwargs: Any) -> Any:
-    """``aten._grouped_mm``, whose result is ``like``: on the CPU it multiplies single precision as well, which its
-    stand-in refuses."""
-    if args[0].dtype == torch.bfloat16:
-        return torch.ops.aten._grouped_mm.default(*args, **kwargs)
-    names = ("offs", "bias", "out_dtype")
-    offs, bias, dtype = (args[2 + k] if len(args) > 2 + k else kwargs.get(n) for k, n in enumerate(names))
-    if bias is not None or dtype not in (None, args[0].dtype):
-        raise Unsupported(
-            f"a grouped product of {args[0].dtype} with a bias or into another type in compiled mode",
-            "PyTorch's compiler takes bfloat16 alone there",
-            'use mode="exact"',
-        )
-    return _grouped_mm()(list(args[:2]), offs, list(like.shape), list(like.stride))
-
-
-@cache
-def _grouped_mm() -> Any:
-    def run(args: list[torch.Tensor], offs: torch.Tensor | None, shape: Any, stride: Any) -> torch.Tensor:
-        return torch._grouped_mm(args[0], args[1], offs=offs)
-
-    def blank(args: list[torch.Tensor], offs: Any, shape: list[int], stride: list[int]) -> torch.Tensor:
-        return args[0].new_empty_strided(shape, stride)
-
-    schema = "(Tensor[] args, Tensor? offs, int[] shape, int[] stride) -> Tensor"
-    op = torch.library.custom_op("tightship::grouped_mm", run, mutates_args=(), schema=schema)
-    op.register_fake(blank)
-    return op
 
 
 def compiled_strides(fn: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]] | None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch import compat, compat_inductor_tracing
 from tightship.frontends.torch.capture.data_guards import only_raises
+from tightship.frontends.torch.capture.number_inputs import OpNumber, computed
+from tightship.frontends.torch.capture.whole_ops import Told, called_whole, is_whole, told_by
 from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.compiled_collectives import as_ops
 from tightship.frontends.torch.optimizer.copy import Path, bare
@@ -60,26 +62,35 @@ class Number:
 
 @dataclass(frozen=True)
 class Flat:
-    """``graph`` takes the tensors of those of the program's ``slots`` that something reads, then ``numbers``, each a
-    tensor of one double; and returns the program's results. ``inputs`` are stand-ins for what it takes."""
+    """``graph`` takes the tensors of those of the program's ``slots`` that something reads, then ``numbers`` of the
+    optimizer and ``op_numbers``, each a tensor of one double; and returns the program's results. ``inputs`` are
+    stand-ins for what it takes. ``told``: what is known of data that decide sizes, by op."""
 
     graph: GraphModule
     inputs: tuple[torch.Tensor, ...]
     slots: tuple[int, ...]
     numbers: tuple[Number, ...]
+    op_numbers: tuple[OpNumber, ...] = ()
+    told: Mapping[int, Told] = field(default_factory=dict)
 
 
-def flatten_program(program: Program, optimizer: Any) -> Flat:
-    """The program as one fx graph. Raises ``Unsupported`` for optimizers that cannot be written out, and for what has
-    no ATen ops."""
-    return _Flattening(program, optimizer).run()
+def flatten_program(
+    program: Program, optimizer: Any, given: Collection[OpNumber] = (), told: Mapping[int, Told] | None = None
+) -> Flat:
+    """The program as one fx graph, of which the numbers ``given`` are inputs; ``told``: as the program was written
+    out before, where that has been done. Raises ``Unsupported`` for optimizers
+    that cannot be written out, and for what has no ATen ops."""
+    return _Flattening(program, optimizer, given, told or {}).run()
 
 
 class _Flattening:
-    def __init__(self, program: Program, optimizer: Any) -> None:
+    def __init__(
+        self, program: Program, optimizer: Any, given: Collection[OpNumber], told: Mapping[int, Told]
+    ) -> None:
+        self.told = dict(told)
         self.program, self.optimizer = program, optimizer
         self.updaters = [c.fn for c in program.calls if isinstance(c.fn, Updater)]
-        self.numbers = self._numbers()
+        self.numbers, self.op_numbers = self._numbers(), tuple(sorted(given))
         values = program.graph.values
         self.strides: dict[Any, list[tuple[int, ...]] | None] = {}
         read = {values[v].storage for c in program.calls for v in refs_in((c.args, c.kwargs))}
@@ -96,7 +107,8 @@ class _Flattening:
             device = self._device(slot)
             inputs.append(compat.blank_like(mode, v.shape, v.stride, 0, dtype_of(v.dtype), device))
         inputs += [
-            compat.blank_like(mode, (), (), 0, torch.float64, torch.device("cpu")) for _ in self.numbers
+            compat.blank_like(mode, (), (), 0, torch.float64, torch.device("cpu"))
+            for _ in (*self.numbers, *self.op_numbers)
         ]
         with (
             torch.no_grad(),
@@ -109,7 +121,8 @@ class _Flattening:
                 type(self.optimizer).__name__, "its step makes tensors of numbers anew each time"
             )
         places = {s.value: k for k, s in enumerate(self.program.slots)}
-        return Flat(traced, tuple(inputs), tuple(places[s.value] for s in self.slots), self.numbers)
+        slots = tuple(places[s.value] for s in self.slots)
+        return Flat(traced, tuple(inputs), slots, self.numbers, self.op_numbers, self.told)
 
     def _device(self, slot: Any) -> torch.device:
         devices = {op.device for op in self.program.graph.ops if op.device}
@@ -131,7 +144,8 @@ class _Flattening:
             if isinstance(call.fn, Collective):
                 as_ops(call.fn)  # which raises
                 continue
-            if not isinstance(call.fn, (Updater, torch._ops.OpOverload)) and not only_raises(call.fn):
+            known = isinstance(call.fn, (Updater, torch._ops.OpOverload)) or only_raises(call.fn)
+            if not known and not is_whole(call.fn):
                 where = graph.place(graph.ops.index(op))
                 raise Unsupported(
                     f"{op.target} at {where} in compiled mode",
@@ -149,7 +163,11 @@ class _Flattening:
         for slot, t in zip(self.slots, tensors, strict=False):
             held[values[slot.value].storage] = t
             bases[values[slot.value].storage] = slot.value
-        numbers = dict(zip(self.numbers, tensors[len(self.slots) :], strict=True))
+        rest = iter(tensors[len(self.slots) :])
+        numbers = dict(zip(self.numbers, rest, strict=False))
+        of_ops: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        for number, t in zip(self.op_numbers, rest, strict=True):
+            of_ops[number.op][number.place] = t
 
         def read(v: int) -> torch.Tensor:
             if v not in seen:
@@ -158,16 +176,25 @@ class _Flattening:
             return seen[v]
 
         sent = 0
-        for op, call in zip(graph.ops, program.calls, strict=True):
+        for index, (op, call) in enumerate(zip(graph.ops, program.calls, strict=True)):
             compat_inductor_tracing.of_module(op.module if op.phase == "forward" else None)
             args, kwargs = substitute((call.args, call.kwargs), read)
+            whole = None
+            if is_whole(call.fn):
+                likes = [values[v] if v >= 0 else None for v in call.results]
+                if index not in self.told:
+                    self.told[index] = told_by(program.samples.get(index, {}))
+                whole = called_whole(call, likes, self.told[index], read)
             if isinstance(call.fn, Updater):
                 _update(call.fn, args, numbers)
                 continue
             if only_raises(call.fn):
                 continue
-            if compat_inductor_tracing.is_grouped_mm(call.fn):
-                out = compat_inductor_tracing.grouped_mm(*args, like=values[call.results[0]], **kwargs)
+            if index in of_ops:
+                like = dtype_of(values[next(v for v in (*call.results, *refs_in(call.args)) if v >= 0)].dtype)
+                out = computed(call, of_ops[index], like, read)
+            elif whole is not None:
+                out = whole()
             elif isinstance(call.fn, Collective):
                 out = as_ops(call.fn)(sent, *args, **kwargs)
                 sent += 1
@@ -178,7 +205,7 @@ class _Flattening:
                     continue
                 s = values[v].storage
                 if v == bases[s]:
-                    own = isinstance(call.fn, Collective)
+                    own = isinstance(call.fn, Collective) or whole is not None or index in of_ops
                     compiled = None if own else self._compiled_strides(call.fn, args, kwargs)
                     t = _laid_out(t, values[v], t.stride() if compiled is None else compiled[k])
                 held[s] = t
@@ -293,6 +320,9 @@ def viewed(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor:
     ):
         return tensor
     if base.dtype != value.dtype:
+        pairs = _as_pairs(tensor, base, value)
+        if pairs is not None:
+            return pairs
         raise Unsupported(
             f"{value.name}, {base.dtype} read as {value.dtype}, in compiled mode", "Inductor copies it"
         )
@@ -301,6 +331,20 @@ def viewed(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor:
         offset = tensor.storage_offset() + value.offset - base.offset
         made = torch.as_strided(tensor, value.shape, value.stride, offset)
     return made
+
+
+def _as_pairs(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor | None:
+    """Complex numbers as pairs of real ones, or these as complex numbers; None for all other dtypes."""
+    if dtype_of(base.dtype).is_complex and dtype_of(base.dtype).to_real() == dtype_of(value.dtype):
+        return viewed(torch.view_as_real(tensor), _paired(base, value.dtype), value)
+    if dtype_of(value.dtype).is_complex and dtype_of(value.dtype).to_real() == dtype_of(base.dtype):
+        return torch.view_as_complex(viewed(tensor, base, _paired(value, base.dtype)))
+    return None
+
+
+def _paired(value: Value, dtype: str) -> Value:
+    shape, stride = (*value.shape, 2), (*(2 * n for n in value.stride), 1)
+    return replace(value, dtype=dtype, shape=shape, stride=stride, offset=2 * value.offset)
 
 
 def _cut(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor | None:
