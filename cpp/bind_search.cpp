@@ -243,11 +243,12 @@ void check_ops(const Program& p) {
 
 Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, const RowsIn& mutates,
              const RowsIn& updates, const Array<i64>& extra, const Array<double>& time,
-             const Array<double>& again, const Flags& pure, const Flags& fixed, const Array<i64>& size, const Flags& owned, const Flags& kept,
-             const Array<i32>& order, const Array<i64>& packed, const Array<double>& pack,
-             const Array<double>& unpack, const Array<double>& offload, const Array<double>& fetch,
-             const Array<double>& lost, const Flags& may, const Flags& must, i32 boundary,
-             const RowsIn& overwrites, const Array<i32>& ending, bool until_written, bool brief) {
+             const Array<double>& again, const Flags& pure, const Flags& fixed, const Array<i64>& size,
+             const Flags& owned, const Flags& kept, const Array<i32>& order, const Array<i64>& packed,
+             const Array<double>& pack, const Array<double>& unpack, const Array<double>& offload,
+             const Array<double>& fetch, const Array<double>& lost, const Flags& may, const Flags& must,
+             i32 boundary, const RowsIn& overwrites, const Array<i32>& ending, bool until_written,
+             bool brief) {
     const i64 ops = check::count("order", order), storages = check::count("size", size);
     check::permutation("order", order, ops);
     check::Bytes all;
@@ -449,9 +450,9 @@ void bind_search(nb::module_& m) {
           "Which nodes edges lead to from a start, or from one that is reached.");
     nb::class_<Engine>(m, "Engine")
         .def(nb::new_(&make), "reads"_a, "needs"_a, "defines"_a, "mutates"_a, "updates"_a, "extra"_a,
-             "time"_a, "again"_a, "pure"_a, "fixed"_a, "size"_a, "owned"_a, "kept"_a, "order"_a, "packed"_a, "pack"_a,
-             "unpack"_a, "offload"_a, "fetch"_a, "lost"_a, "may"_a, "must"_a, "boundary"_a, "overwrites"_a,
-             "ending"_a, "until_written"_a = false, "brief"_a = false)
+             "time"_a, "again"_a, "pure"_a, "fixed"_a, "size"_a, "owned"_a, "kept"_a, "order"_a, "packed"_a,
+             "pack"_a, "unpack"_a, "offload"_a, "fetch"_a, "lost"_a, "may"_a, "must"_a, "boundary"_a,
+             "overwrites"_a, "ending"_a, "until_written"_a = false, "brief"_a = false)
         .def_prop_ro("gaps", &gaps_of)
         .def_prop_ro("base_time", [](const Engine& e) { return e.index().base_time; })
         .def_prop_ro("allowed", [](const Engine& e) { return nb::cast(to_numpy(Bits(e.index().allowed))); })
@@ -463,13 +464,14 @@ void bind_search(nb::module_& m) {
                 e.set_horizon(positions);
             },
             "positions"_a)
-        .def("evaluate",
-             [](Engine& e, const Flags& evict, i64 limit, double cutoff) {
-                 check_limit(limit);
-                 check::seconds(cutoff);
-                 return as_dict(e.evaluate(bits(e, evict), limit, cutoff));
-             },
-             "evict"_a, "limit"_a, "cutoff"_a = std::numeric_limits<double>::infinity())
+        .def(
+            "evaluate",
+            [](Engine& e, const Flags& evict, i64 limit, double cutoff) {
+                check_limit(limit);
+                check::seconds(cutoff);
+                return as_dict(e.evaluate(bits(e, evict), limit, cutoff));
+            },
+            "evict"_a, "limit"_a, "cutoff"_a = std::numeric_limits<double>::infinity())
         .def("walk", &walked, "decisions"_a, "limit"_a)
         .def("profile", [](Engine& e, const Flags& evict) { return to_numpy(e.profile(bits(e, evict))); })
         .def("emit", &emitted)
