@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,26 +110,35 @@ def between(problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -
 
 
 def joined(
-    problem: EvictionProblem, budget: int, best: Decision, others: Sequence[Bits], work: int
+    problem: EvictionProblem,
+    budget: int,
+    best: Decision,
+    others: Sequence[Bits],
+    work: int,
+    deadline: Deadline = NEVER,
 ) -> Decision:
     """The best so far, or what is better: in some layers what ``others`` or a saved set have, else as it is. What is
-    recomputed through many layers is done once, where those behind them are over."""
+    recomputed through many layers is done once, where those behind them are over. Simulates ``work`` ops at most."""
     begins, at = (0, *problem.begins, len(problem.order)), problem.gaps[:, 1]
-    near = sorted(combinations(range(len(begins)), 2), key=lambda ends: ends[1] - ends[0])
-    ends = [(0, k) for k in range(1, len(begins) - 1)]
-    ends += [(k, len(begins) - 1) for k in range(1, len(begins) - 1)]
-    ends += [pair for pair in near if pair[0] > 0 and pair[1] < len(begins) - 1]
     sets = {dropped.tobytes(): dropped for dropped in problem.archive.cuts.values()}.values()
     donors = [*others, *(_bits(dropped, kind) for dropped in sets for kind in _KINDS)]
     spent = 0
-    for first, last in ends:
+    for first, last in _parts(len(begins) - 1):
         part = (at >= begins[first]) & (at < begins[last]) & problem.crossing
         for bits in donors:
-            if spent >= work or problem.archive.stopped:
+            if spent >= work or problem.archive.stopped or deadline.over:
                 return replace(best, work=spent)
             found = problem.cost(np.where(part, bits, best.evict), budget, best.extra)
             best, spent = best_of((best, found)), spent + len(problem.order) + found.runs
     return replace(best, work=spent)
+
+
+def _parts(layers: int) -> Iterator[tuple[int, int]]:
+    """Where parts of so many layers begin and end: all fronts and backs, then those between, the shortest first."""
+    yield from ((0, k) for k in range(1, layers))
+    yield from ((k, layers) for k in range(1, layers))
+    for length in range(1, layers - 1):
+        yield from ((k, k + length) for k in range(1, layers - length))
 
 
 def _mixed(

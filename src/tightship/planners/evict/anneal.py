@@ -276,7 +276,8 @@ def _joined(search: _Search) -> Iterator[Decision]:
         if search.ended or not (search.options.dear and search.far):
             return
         work, _ = search.share(_JOIN, 0.0)
-        yield search.spend(min_cut.joined(search.problem, search.budget, before, search.ends, work))
+        args = (search.problem, search.budget, before, search.ends, work, search.deadline)
+        yield search.spend(min_cut.joined(*args))
         if not search.gained(before):
             return
 

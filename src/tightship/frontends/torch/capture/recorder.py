@@ -99,7 +99,8 @@ class Recorder(compat.TorchDispatchMode):
         if fn is _CONVOLUTION_BACKWARD and self.splits and all(args[-1][:2]):
             return self._one_gradient_each(args)
         if fn is _EMPTY_LIKE and _strided(args[0]) and kwargs.get("layout") in (None, torch.strided):
-            return self._of_form(args, kwargs)
+            if (out := self._of_form(args, kwargs)) is not None:
+                return out
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is no code of the step's
             return self._recorded(fn, args, kwargs)
 
@@ -113,12 +114,15 @@ class Recorder(compat.TorchDispatchMode):
 
     def _of_form(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Memory of the form that a tensor has, by an op that doesn't read the tensor: its bytes need not be there
-        for a dropout mask to be drawn again."""
+        for a dropout mask to be drawn again. None where no such op makes these strides."""
         with compat.without_modes(), self._fake:
             form = _EMPTY_LIKE(self._faked(args[0]), *args[1:], **kwargs)
+        order = sorted(range(form.dim()), key=lambda d: -form.stride(d))
+        if form.stride() != _strides(form.shape, order):
+            return None
         more = {"dtype": form.dtype, "device": form.device, "pin_memory": kwargs.get("pin_memory")}
         with self:
-            return _EMPTY_STRIDED(form.size(), form.stride(), **more)
+            return _EMPTY_PERMUTED(form.size(), order, **more)
 
     def _recorded(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()
@@ -243,6 +247,15 @@ class Recorder(compat.TorchDispatchMode):
         return Origin()
 
 
+def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of dimensions that lie in memory in ``order``, the last one together."""
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(1, shape[d])
+    return tuple(strides)
+
+
 def _strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized
 
@@ -278,7 +291,7 @@ def _device(args: Any) -> str:
 # ops that follow, and so the bits. Each call with new metadata is therefore run once, on zeros, and believed.
 
 _DEVICE = torch.ops.prim.device.default
-_EMPTY_LIKE, _EMPTY_STRIDED = torch.ops.aten.empty_like.default, torch.ops.aten.empty_strided.default
+_EMPTY_LIKE, _EMPTY_PERMUTED = torch.ops.aten.empty_like.default, torch.ops.aten.empty_permuted.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
 _MATRIX_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
