@@ -98,9 +98,8 @@ class Recorder(compat.TorchDispatchMode):
             return out
         if fn is _CONVOLUTION_BACKWARD and self.splits and all(args[-1][:2]):
             return self._one_gradient_each(args)
-        if fn is _EMPTY_LIKE and _strided(args[0]) and kwargs.get("layout") in (None, torch.strided):
-            if (out := self._of_form(args, kwargs)) is not None:
-                return out
+        if fn is _EMPTY_LIKE and (out := self._of_form(args, kwargs)) is not None:
+            return out
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is no code of the step's
             return self._recorded(fn, args, kwargs)
 
@@ -115,6 +114,8 @@ class Recorder(compat.TorchDispatchMode):
     def _of_form(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Memory of the form that a tensor has, by an op that doesn't read the tensor: its bytes need not be there
         for a dropout mask to be drawn again. None where no such op makes these strides."""
+        if not _strided(args[0]) or kwargs.get("layout") not in (None, torch.strided):
+            return None
         with compat.without_modes(), self._fake:
             form = _EMPTY_LIKE(self._faked(args[0]), *args[1:], **kwargs)
         order = sorted(range(form.dim()), key=lambda d: -form.stride(d))
