@@ -1,9 +1,12 @@
 """fit(mode="compiled"): numbers that change from step to step, as inputs of what was compiled."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from support import runs
 from tightship import fit
 from tightship.execute import compiled_code
 from tightship.execute.prepared import Thrashing
@@ -35,14 +38,7 @@ def sgd(model):
 
 
 def eager(model, optimizer, call=loss):
-    def step(batch):
-        optimizer.zero_grad()
-        out = call(model, batch)
-        out.backward()
-        optimizer.step()
-        return out.detach()
-
-    return step
+    return partial(runs.eager, model, call, optimizer)
 
 
 def assert_close(a, b):

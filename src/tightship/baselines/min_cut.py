@@ -32,7 +32,7 @@ from tightship.planners.evict.problem import (
     best_of,
 )
 
-__all__ = ["Options", "between", "family", "joined", "plan"]
+__all__ = ["Options", "between", "family", "joined", "plan", "sets"]
 
 PLANNER = "evict/min-cut"
 """Its group and its name on the command line."""
@@ -109,6 +109,12 @@ def between(problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -
             yield _mixed(cost, budget, pair, part, over)
 
 
+def sets(problem: EvictionProblem) -> list[Bits]:
+    """What each of the cuts so far leaves out, once for each way of dropping it."""
+    found = {dropped.tobytes(): dropped for dropped in problem.archive.cuts.values()}.values()
+    return [_bits(dropped, kind) for dropped in found for kind in _KINDS]
+
+
 def joined(
     problem: EvictionProblem,
     budget: int,
@@ -117,15 +123,13 @@ def joined(
     work: int,
     deadline: Deadline = NEVER,
 ) -> Decision:
-    """The best so far, or what is better: in some layers what ``others`` or a saved set have, else as it is. What is
-    recomputed through many layers is done once, where those behind them are over. Simulates ``work`` ops at most."""
+    """The best so far, or what is better: in some layers what ``others`` have, else as it is. What is recomputed
+    through many layers is done once, where those behind them are over. Simulates ``work`` ops at most."""
     begins, at = (0, *problem.begins, len(problem.order)), problem.gaps[:, 1]
-    sets = {dropped.tobytes(): dropped for dropped in problem.archive.cuts.values()}.values()
-    donors = [*others, *(_bits(dropped, kind) for dropped in sets for kind in _KINDS)]
     spent = 0
     for first, last in _parts(len(begins) - 1):
         part = (at >= begins[first]) & (at < begins[last]) & problem.crossing
-        for bits in donors:
+        for bits in others:
             if spent >= work or problem.archive.stopped or deadline.over:
                 return replace(best, work=spent)
             found = problem.cost(np.where(part, bits, best.evict), budget, best.extra)

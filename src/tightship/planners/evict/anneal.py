@@ -80,7 +80,9 @@ class _Search:
     over: list[Decision] = field(default_factory=list)
     """Seeds above the budget."""
     ends: list[Bits] = field(default_factory=list)
-    """What runs of annealing ended with."""
+    """What runs of annealing ended with, and is not joined with the best yet."""
+    joined: Decision | None = None
+    """The best that all others before are joined with."""
     least: Deadline = field(init=False)
     """Until then seeds are tried in any case: without, plans of large graphs would take much longer, or not fit."""
 
@@ -276,8 +278,11 @@ def _joined(search: _Search) -> Iterator[Decision]:
         if search.ended or not (search.options.dear and search.far):
             return
         work, _ = search.share(_JOIN, 0.0)
-        args = (search.problem, search.budget, before, search.ends, work, search.deadline)
-        yield search.spend(min_cut.joined(*args))
+        others = [*search.ends, *(() if before is search.joined else min_cut.sets(search.problem))]
+        search.joined, search.ends = before, []
+        yield search.spend(
+            min_cut.joined(search.problem, search.budget, before, others, work, search.deadline)
+        )
         if not search.gained(before):
             return
 

@@ -263,9 +263,8 @@ def _strided(tensor: torch.Tensor) -> bool:
 
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor is a strided part of its storage and nothing else."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return False
-    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return plain and _strided(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
