@@ -175,3 +175,25 @@ def test_the_best_moment_is_looked_for_beside_the_best_ones_so_far(
     graph = chain(600)
     budget = replay(graph, baseline(graph)).peak // 3
     assert time_bound(graph, budget) == 1200.0 + 99.0
+
+
+def test_what_is_made_by_several_writes_costs_all_of_them_again() -> None:
+    """a is made by f, read, and written in place by g and h; only the last version is read in the end."""
+    names = ("x", "a", "early", "large", "late")
+    storages = tuple(Storage(n, 640 if n == "large" else 64) for n in names)
+    values = tuple(Value(n, i) for i, n in enumerate(names))
+    ops = (
+        Op("f", "f", (0,), (1,), time=1.0),
+        Op("read", "r", (1,), (2,), time=1.0),
+        Op("g", "g", (1,), (), mutates=(1,), time=2.0),
+        Op("h", "h", (1,), (), mutates=(1,), time=4.0),
+        Op("wide", "w", (2,), (3,), time=1.0, control=(3,)),
+        Op("end", "e", (1, 3), (4,), time=1.0),
+    )
+    graph = Graph(ops, values, storages, (0,), (4,))
+    once = sum(op.time for op in ops)
+    relaxed = Relaxation(graph, in_place=False)
+    at = relaxed.moment(4)  # while `wide` runs, a may be there or be made again
+    assert relaxed.least_seconds(at, at.own + 64) == 0
+    assert relaxed.least_seconds(at, at.own) == pytest.approx(1.0 + 2.0 + 4.0)
+    assert time_bound(graph, at.own + 64, in_place=False) == pytest.approx(once)

@@ -37,6 +37,7 @@ from tightship import _core
 from tightship.analysis.last_runs import last_run_bound
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import Mask, Rows, edges, once, pairs, reached
+from tightship.analysis.versions import Versions
 from tightship.cached import cached_property
 from tightship.graph import Graph, distinct
 from tightship.options import NEVER, Deadline
@@ -137,8 +138,12 @@ class Relaxation:
             if in_place
         }
         self.total = math.fsum(graph.columns.time)
-        self.nodes = 2 + len(graph.ops) + 2 * len(graph.storages)
         self.last_runs: tuple[int, int] | None = None  # as `last_run_bound` found it
+
+    @cached_property
+    def nodes(self) -> int:
+        """Nodes of a network: source, sink, ops, versions needed, versions to be made."""
+        return 2 + len(self.graph.ops) + 2 * len(self.versions.size)
 
     @cached_property
     def _backward(self) -> Rows:
@@ -172,45 +177,17 @@ class Relaxation:
         return np.maximum(self._scaled, 0) / _SCALE
 
     @cached_property
-    def _touched(self) -> NDArray[np.int64]:
-        """(op, storage) of every read of what is not the caller's."""
-        rows = pairs(self.uses.facts.reads)
-        return rows[~self.static[rows[:, 1]]]
-
-    @cached_property
-    def _reads(self) -> NDArray[np.int64]:
-        """(op, storage) of every read of what another op made; what an op writes in place is no such read."""
-        wrote = set(map(tuple, pairs(self.uses.facts.mutates).tolist()))
-        if not wrote:
-            return self._touched
-        return self._touched[[(k, s) not in wrote for k, s in self._touched.tolist()]]
-
-    @cached_property
-    def _writes(self) -> NDArray[np.int64]:
-        """(storage, op) of the ops that must run again for every reader that finds the storage gone."""
-        writers = self.uses.facts.writers
-        found = pairs(writers)
-        if several := np.flatnonzero(np.diff(writers[0]) > 1).tolist():
-            most = np.diff(writers[0])
-            most[several] = [len(self._wanted(s)) for s in several]
-            nth = np.arange(len(found)) - writers[0][found[:, 0]]
-            found = found[nth < most[found[:, 0]]]
-        return found[~self.static[found[:, 0]]]
-
-    def _wanted(self, s: int) -> tuple[int, ...]:
-        """The writers of a storage with several, up to what the first reader of it needs."""
-        uses = self.uses
-        readers = (k for k in uses.readers[s] if s not in uses.mutates[k])
-        needs = [uses.needs[k][uses.reads[k].index(s)] for k in readers]
-        return uses.writers[s][: min(needs, default=len(uses.writers[s]))]
+    def versions(self) -> Versions:
+        """What is needed and made: of a storage that ops write in place, each version."""
+        return Versions(self.graph, self.waits)
 
     @cached_property
     def own(self) -> NDArray[np.int64]:
         """By op, the bytes that are there while it runs, whatever the plan."""
         graph = self.graph
         own = extras(graph) + graph.static_bytes
-        for rows in (pairs(self.uses.facts.defines), self._touched):
-            np.add.at(own, rows[:, 0], self.size[rows[:, 1]])
+        for rows in (pairs(self.uses.facts.defines), pairs(self.uses.facts.reads)):
+            np.add.at(own, rows[:, 0], np.where(self.static, 0, self.size)[rows[:, 1]])
         for k in self.pairs:
             own[k] -= self.reused(k)
         return own
@@ -220,30 +197,33 @@ class Relaxation:
         inputs, results = ({p[side] for p in self.pairs.get(k, ())} for side in (0, 1))
         return min(sum(int(self.size[s]) for s in side) for side in (inputs, results))
 
+    def written_over(self, k: int) -> int:
+        """The version in whose place a result of op ``k`` may lie; -1 without one, or where it is not known which."""
+        if len(self.pairs.get(k, ())) != 1:
+            return -1
+        (over, _), uses = self.pairs[k][0], self.uses
+        writes = uses.needs[k][uses.reads[k].index(over)]
+        return int(self.versions.at(np.array([over]), np.array([writes]))[0])
+
     def moment(self, k: int, until: int | None = None) -> Moment:
-        """The network of op ``k``. Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made. With
+        """The network of op ``k``. Nodes: 0 source, 1 sink, then ops, versions needed, versions to be made. With
         ``until``, an op that runs after it in every order, only what runs up to then needs anything."""
-        n, m = len(self.graph.ops), len(self.graph.storages)
+        versions = self.versions
+        n, m = len(self.graph.ops), len(versions.size)
         before, after = reached((k,), self._backward), reached((k,), self._forward)
-        last = np.array(sorted(self.graph.kept), dtype=np.int64)
-        free = len(last) > 0
-        soon = after
+        soon, last = after, versions.results
         if until is not None:
             soon, last = after & reached((until,), self._backward), last[:0]
             soon[until] = True
-        definer = self.uses.facts.definer
-        there = np.zeros(m, dtype=np.bool_)  # perhaps made before, and not among what the op holds anyway
         ran = before.copy()
-        if free:  # what else makes results may have run before the op or not: afterwards, it costs nothing
+        if len(last):  # what else makes results may have run before or not: afterwards, it costs nothing
             ran |= ~after
             ran[k] = False
-        there[definer >= 0] = ran[definer[definer >= 0]]
-        there[list(self.uses.reads[k])] = False
-        if len(self.pairs.get(k, ())) == 1:  # of several it is not known which
-            a = self.pairs[k][0][0]
-            there[a] = definer[a] >= 0
-        reads, writes = self._reads, self._writes
-        reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & ran[writes[:, 1]]]
+        there = ran[versions.maker]  # perhaps made before, and not among what the op holds anyway
+        there[versions.touches[versions.touches[:, 0] == k, 1]] = False
+        if (over := self.written_over(k)) >= 0:
+            there[over] = True
+        reads = versions.reads[there[versions.reads[:, 1]]]
         again, later = reads[ran[reads[:, 0]]], reads[soon[reads[:, 0]]]
         wanted = distinct(np.concatenate((later[:, 1], last[there[last]])))
         held, ops = np.flatnonzero(there), np.flatnonzero(ran)
@@ -253,17 +233,17 @@ class Relaxation:
             np.zeros(len(wanted)),
             2 + again[:, 0],
             need + held,
-            make + writes[:, 0],
+            make + held,
             2 + ops,
         ]
         heads: list[NDArray[Any]] = [
             need + wanted,
             need + again[:, 1],
             make + held,
-            2 + writes[:, 1],
+            2 + versions.maker[held],
             np.ones(len(ops)),
         ]
-        ends = [np.full(len(wanted) + len(again), -1), np.full(len(writes), -1)]
+        ends = [np.full(len(wanted) + len(again), -1), np.full(len(held), -1)]
         none = [np.zeros(len(held), np.int64), np.zeros(len(ops), np.int64)]
         return Moment(
             k,
@@ -271,7 +251,7 @@ class Relaxation:
             np.concatenate(tails).astype(np.int32),
             np.concatenate(heads).astype(np.int32),
             np.concatenate([ends[0], none[0], ends[1], seconds]),
-            np.concatenate([ends[0], self.waits[held], ends[1], none[1]]),
+            np.concatenate([ends[0], versions.size[held], ends[1], none[1]]),
         )
 
     def _cut(self, at: Moment, capacity: NDArray[np.int64], deadline: Deadline) -> tuple[int, Mask | None]:

@@ -39,8 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import pairs, reached
-from tightship.cached import cached_property
+from tightship.analysis.order import reached
+from tightship.analysis.versions import Versions, VersionSet
 from tightship.graph import Graph, Rows, Uses
 from tightship.options import NEVER, Deadline
 
@@ -60,7 +60,6 @@ there."""
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-Versions = frozenset[int]
 
 
 class Relaxed(Protocol):
@@ -78,7 +77,7 @@ class Relaxed(Protocol):
     @property
     def again(self) -> Mask: ...
     @property
-    def _writes(self) -> Ints: ...
+    def versions(self) -> Versions: ...
     @property
     def _backward(self) -> Rows: ...
 
@@ -102,80 +101,6 @@ def last_run_bound(
     return max((least, -1), relaxed.last_runs)
 
 
-class _Stored:
-    """Versions of the storages that ops make, numbered: what each is of, and which ops read, write and touch it."""
-
-    def __init__(self, relaxed: Relaxed) -> None:
-        graph, uses, facts = relaxed.graph, relaxed.uses, relaxed.uses.facts
-        self.uses = uses
-        there = (facts.definer >= 0) & ~relaxed.static
-        self.count = np.where(there, np.maximum(1, np.diff(facts.writers[0])), 0)
-        for op in graph.ops:  # left alone when the op runs again
-            self.count[list(op.updates)] = np.minimum(1, self.count[list(op.updates)])
-        self.first = np.cumsum(self.count) - self.count
-        self.storage = np.repeat(np.arange(len(there)), self.count)
-        self.size = relaxed.waits[self.storage]
-        rows, needs = pairs(facts.reads), np.asarray(facts.needs[1], dtype=np.int64)
-        seen = there[rows[:, 1]]
-        rows, needs = rows[seen], needs[seen]
-        wrote = set(map(tuple, pairs(facts.mutates).tolist()))
-        single = self.count[rows[:, 1]] == 1
-        apart = [not one or (k, s) not in wrote for one, (k, s) in zip(single, rows.tolist(), strict=True)]
-        read = np.stack([rows[:, 0], self._at(rows[:, 1], needs)], axis=1)
-        self.reads = read[np.array(apart, dtype=np.bool_)]
-        """(op, version) of every read, but what the op writes in place of a storage without versions."""
-        self.writes = self._written(relaxed._writes[there[relaxed._writes[:, 0]]])
-        """(version, op) of the ops that make it of what they read."""
-        results = np.array(sorted(graph.kept - graph.static), dtype=np.int64)
-        results = results[there[results]]
-        self.results = self._at(results, self.count[results])
-        n = len(graph.ops)
-        self.read: list[Versions] = _sets(n, self.reads)
-        self.made: list[Versions] = _sets(n, self.writes[:, ::-1])
-        defined = pairs(facts.defines)
-        defined = defined[there[defined[:, 1]]]
-        defined[:, 1] = self.first[defined[:, 1]]
-        self.touched = _sets(n, np.concatenate([read, self.writes[:, ::-1], defined]))
-        """By op: versions of which some bytes are there while it runs."""
-
-    def _at(self, storages: Ints, writes: Ints) -> Ints:
-        """The versions of storages after so many writes."""
-        return self.first[storages] + np.clip(writes, 1, self.count[storages]) - 1
-
-    def _written(self, plain: Ints) -> Ints:
-        plain = plain[self.count[plain[:, 0]] == 1]
-        rows = [np.stack([self.first[plain[:, 0]], plain[:, 1]], axis=1)]
-        for s in np.flatnonzero(self.count > 1).tolist():
-            rows += [np.array([[self.first[s] + j, k] for j, k in enumerate(self.uses.writers[s])])]
-        return np.concatenate(rows)
-
-    @cached_property
-    def maker(self) -> list[int]:
-        """By version: the op whose run begins or ends with it being there for the first time."""
-        writers, definer = self.uses.writers, self.uses.definer
-        found: list[int] = []
-        for s in self.storage.tolist():
-            nth = len(found) - int(self.first[s])
-            found.append(writers[s][nth] if self.count[s] > 1 else definer[s])
-        return found
-
-    @cached_property
-    def users(self) -> list[list[int]]:
-        """By version: the ops that touch it."""
-        found: list[list[int]] = [[] for _ in self.storage]
-        for k, touched in enumerate(self.touched):
-            for v in touched:
-                found[v].append(k)
-        return found
-
-
-def _sets(n: int, rows: Ints) -> list[Versions]:
-    found: list[set[int]] = [set() for _ in range(n)]
-    for k, v in rows.tolist():
-        found[k].add(v)
-    return [frozenset(row) for row in found]
-
-
 class _LastRuns:
     """The network of what has to be in memory for the results to be there, or to be made, at the end. Nodes: 0 the
     source, 1 the sink, then ops, versions needed, versions to be made. ``work``: edges that may still be cut;
@@ -185,16 +110,16 @@ class _LastRuns:
     def __init__(self, relaxed: Relaxed, deadline: Deadline, enough: int | None) -> None:
         self.enough = _ENDLESS if enough is None else enough
         self.relaxed, self.deadline, self.work, self.earlier = relaxed, deadline, _EDGES, False
-        self.stored = stored = _Stored(relaxed)
+        self.stored = stored = relaxed.versions
         self.sizes: list[int] = stored.size.tolist()
         n, m = len(relaxed.own), len(stored.storage)
         need, make = 2 + n, 2 + n + m
         self.nodes, ops, versions = 2 + n + 2 * m, np.arange(n), np.arange(m)
-        results, reads, writes = stored.results, stored.reads, stored.writes
-        tail = [0 * results, 2 + reads[:, 0], make + writes[:, 0], need + versions, 2 + ops]
-        head = [need + results, need + reads[:, 1], 2 + writes[:, 1], make + versions, 0 * ops + 1]
+        results, reads = stored.results, stored.reads
+        tail = [0 * results, 2 + reads[:, 0], make + versions, need + versions, 2 + ops]
+        head = [need + results, need + reads[:, 1], 2 + stored.maker, make + versions, 0 * ops + 1]
         self.tail, self.head = (np.concatenate(rows).astype(np.int32) for rows in (tail, head))
-        endless = np.full(len(results) + len(reads) + len(writes), _ENDLESS)
+        endless = np.full(len(results) + len(reads) + m, _ENDLESS)
         self.capacity = np.concatenate([endless, stored.size, np.zeros(n, np.int64)])
         self.first_version, switches = len(endless), len(endless) + m
         self.cuts = _core.Cuts(self.nodes, self.tail, self.head, self.capacity, 0, 1, switches)
@@ -276,7 +201,7 @@ class _LastRuns:
         over[self.once[before[self.once]]] = True
         return over
 
-    def during(self, k: int, needed: Versions, over: Mask, level: int) -> int:
+    def during(self, k: int, needed: VersionSet, over: Mask, level: int) -> int:
         """Bytes while op ``k`` runs at least, where what is ``needed`` is there then and afterwards, and none of the
         ops ``over`` runs any more; some that are more than ``level`` do."""
         stored, relaxed, free = self.stored, self.relaxed, self.stored.touched[k] | needed
@@ -345,10 +270,10 @@ class _Earlier:
             stack += sorted(found, key=lambda then: -self.of.bytes(then[0]))  # the least of them next
         return low
 
-    def _needs(self, op: int) -> Versions:
+    def _needs(self, op: int) -> VersionSet:
         return frozenset(v for v in self.of.stored.read[op] if self.large[v])
 
-    def _events(self, needed: Versions, later: frozenset[int], others: bool) -> Iterable[tuple[int, int]]:
+    def _events(self, needed: VersionSet, later: frozenset[int], others: bool) -> Iterable[tuple[int, int]]:
         """What may be the event right before what is ``needed`` is there, when the ops ``later`` are those of the
         set that run after it: ops, and bytes while they run."""
         of, stored = self.of, self.of.stored

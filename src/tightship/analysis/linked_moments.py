@@ -5,7 +5,7 @@
 them, or from one to the end, there is the network of `bounds.Relaxation.moment`: what is needed in it was in memory
 when it began, or is made by ops that run again. Of all those networks
 
-- a storage is in memory at a moment, or not, for all stretches that begin with it; together they fit;
+- a version of a storage is in memory at a moment, or not, for all stretches that begin with it; together they fit;
 - one that is in memory at a moment was needed in every stretch that ends with it and began when it was made already;
 - an op runs again in a stretch at most as often as in the shortest stretches that it consists of, together: that is
   what costs, so that repetitions in stretches one after the other add up.
@@ -110,25 +110,23 @@ def _spread(rows: Sequence[int], value: Mapping[int, int], count: int) -> Collec
 
 class _Program:
     """Rows and columns of a linear program whose columns lie between ``low`` and ``high``. By moment: the columns of
-    storages in memory (``held``), those of ops that run again in the stretch from it to the next one (``runs``), and
+    versions in memory (``held``), those of ops that run again in the stretch from it to the next one (``runs``), and
     which rows say that all fits (``rooms``)."""
 
     def __init__(
         self, relaxed: Relaxation, moments: Sequence[int], budget: int, *, between: bool, deadline: Deadline
     ) -> None:
         self.relaxed, self.moments, self.budget = relaxed, moments, budget
-        self.ops, self.storages, self.end = len(relaxed.graph.ops), len(relaxed.size), len(moments)
+        self.ops, self.versions, self.end = len(relaxed.graph.ops), len(relaxed.versions.size), len(moments)
         self.low: list[Floats] = []
         self.high: list[Floats] = []
         self.cost: list[Floats] = []
         self.limit: list[Floats] = []
         self.entries: list[tuple[Ints, Ints, Floats]] = []
         self.columns = self.rows = 0
-        self.held = np.full((self.end, self.storages), -1, dtype=np.int64)
+        self.held = np.full((self.end, self.versions), -1, dtype=np.int64)
         self.runs = np.full((self.end, self.ops), -1, dtype=np.int64)
         self.seconds = relaxed.seconds * _UNIT
-        # Storages that one op writes: of others, a part may have been written at a moment.
-        self.single = np.bincount(relaxed._writes[:, 0], minlength=self.storages) == 1
         self.parts = _PARTS[between]
         self.rooms: list[tuple[int, int]] = []
         for i in reversed(range(self.end)):
@@ -158,12 +156,12 @@ class _Program:
         columns, 0 on the side of the sink."""
         n, relaxed = self.ops, self.relaxed
         at = relaxed.moment(self.moments[i], self.moments[j] if j < self.end else None)
-        need, make = 2 + n, 2 + n + self.storages
+        need, make = 2 + n, 2 + n + self.versions
         tail, head = at.tail.astype(np.int64), at.head.astype(np.int64)
-        there = np.zeros(self.storages, dtype=np.bool_)
+        there = np.zeros(self.versions, dtype=np.bool_)
         there[tail[(tail >= need) & (tail < make)] - need] = True
-        later = self.held[j] >= 0 if j < self.end else np.zeros(self.storages, dtype=np.bool_)
-        later = np.flatnonzero(later & self.single & there)
+        later = self.held[j] >= 0 if j < self.end else np.zeros(self.versions, dtype=np.bool_)
+        later = np.flatnonzero(later & there)
         wanted = head[tail == 0]
         seen = _led_to(at, relaxed.nodes, distinct(np.concatenate((wanted, need + later))))
         column = np.full(relaxed.nodes, -1, dtype=np.int64)
@@ -174,13 +172,7 @@ class _Program:
         always[wanted] = 1.0
         column[need + needs] = self._new(len(needs), low=always[need + needs])
         writes = (tail >= make) & seen[tail]
-        made, by = tail[writes], head[writes]
-        makers = np.bincount(made, minlength=relaxed.nodes)
-        one = makers[made] == 1
-        column[made[one]] = column[by[one]]
-        others = np.flatnonzero(seen & (makers != 1) & (np.arange(relaxed.nodes) >= make))
-        column[others] = self._new(len(others))
-        self._at_most((column[made[~one]], 1.0), (column[by[~one]], -1.0))
+        column[tail[writes]] = column[head[writes]]  # a version is made when its op runs
         reads = (tail >= 2) & (tail < need) & (head > 1) & seen[tail]
         self._at_most((column[tail[reads]], 1.0), (column[head[reads]], -1.0))
         new = needs[self.held[i, needs] < 0]
@@ -209,7 +201,7 @@ class _Program:
     def _room(self, i: int) -> tuple[int, int]:
         """Rows that say that what is in memory at moment ``i`` fits: as it is, and rounded."""
         held, first = np.flatnonzero(self.held[i] >= 0), self.rows
-        size, room = self.relaxed.waits[held], self.budget - int(self.relaxed.own[self.moments[i]])
+        size, room = self.relaxed.versions.size[held], self.budget - int(self.relaxed.own[self.moments[i]])
         self._fits(self.held[i, held], size / self.budget, room / self.budget)
         large = size[(size * self.parts > room) & (size > 0)]
         for unit in distinct(large)[::-1][:_SIZES].tolist():

@@ -62,11 +62,10 @@ class ChainBound:
 
     def __init__(self, cp_model: Any, relaxed: Relaxation) -> None:
         self.cp, self.relaxed, self.graph = cp_model, relaxed, relaxed.graph
-        self.reads, self.writes = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-        for op, s in relaxed._reads.tolist():
-            self.reads[op].append(s)
-        for s, op in relaxed._writes.tolist():
-            self.writes[s].append(op)
+        self.reads = defaultdict[int, list[int]](list)
+        for op, v in relaxed.versions.reads.tolist():
+            self.reads[op].append(v)
+        self.maker: list[int] = relaxed.versions.maker.tolist()
 
     def extra(self, budget: int, effort: float, deadline: Deadline = NEVER, top: int = -1) -> float:
         """Seconds of recomputation that every plan within ``budget`` bytes takes, by what the solver proves in
@@ -123,60 +122,54 @@ class ChainBound:
 
 
 class _Stretches:
-    """The integer program of some moments: for each stretch that begins with one, whether a storage is needed in it
-    (``need``), in memory at its begin (``held``), and which ops run in it."""
+    """The integer program of some moments: for each stretch that begins with one, whether a version of a storage is
+    needed in it (``need``), in memory at its begin (``held``), and which ops run in it."""
 
     def __init__(self, of: ChainBound, ops: Sequence[int], budget: int) -> None:
         self.of, self.ops, self.last = of, ops, len(ops) - 1
         self.model = of.cp.CpModel()
-        graph, relaxed = of.graph, of.relaxed
+        relaxed = of.relaxed
         self.before, self.after = [of.before(k) for k in ops], [of.after(k) for k in ops]
         self.needs: dict[tuple[int, int], Any] = {}
         self.runs: dict[tuple[int, int], Any] = {}
         self.held: list[list[tuple[int, Any]]] = [[] for _ in ops]
         self.cost: list[Any] = []
         self.there = [self._touched(k) for k in ops]
-        self.todo: list[tuple[int, int, bool]] = []  # stretch, op or storage, whether it is an op
+        self.todo: list[tuple[int, int, bool]] = []  # stretch, op or version, whether it is an op
         for j in range(len(ops)):
-            wanted = {s for o in self._first(j) for s in of.reads[o]}
-            wanted |= set(of.reads[ops[j + 1]]) if j < self.last else set(graph.kept)
-            for s in sorted(wanted):
-                if (need := self._need(j, s)) is not None:
+            wanted = {v for o in self._first(j) for v in of.reads[o]}
+            wanted |= set(of.reads[ops[j + 1]]) if j < self.last else set(relaxed.versions.results.tolist())
+            for v in sorted(wanted):
+                if (need := self._need(j, v)) is not None:
                     self.model.add(need == 1)
         while self.todo:
             j, what, is_op = self.todo.pop()
-            self._op(j, what) if is_op else self._storage(j, what)
+            self._op(j, what) if is_op else self._version(j, what)
         for j, k in enumerate(ops):
             room = budget - int(relaxed.own[k])
-            self.model.add(sum(int(relaxed.waits[s]) * there for s, there in self.held[j]) <= room)
+            self.model.add(sum(int(relaxed.versions.size[v]) * there for v, there in self.held[j]) <= room)
         self.model.minimize(sum(self.cost))
 
-    def _touched(self, op: int) -> set[int]:
-        """What is there at the moment of an op whatever else is: the caller's, and what it reads and makes."""
-        uses, relaxed = self.of.graph.uses, self.of.relaxed
-        there = {*uses.reads[op], *uses.defines[op], *self.of.graph.static}
-        if (
-            len(relaxed.pairs.get(op, ())) == 1
-        ):  # a result may lie in its place; of several it is not known which
-            there.discard(relaxed.pairs[op][0][0])
-        return there
+    def _touched(self, op: int) -> frozenset[int]:
+        """What is there at the moment of an op whatever else is: what it reads and makes."""
+        relaxed, there = self.of.relaxed, self.of.relaxed.versions.touched[op]
+        over = relaxed.written_over(op)  # a result may lie in its place
+        return there - {over}
 
     def _first(self, j: int) -> list[int]:
         """Ops that run for the first time in a stretch, in every order."""
         mask = self.after[j] if j == self.last else self.after[j] & self.before[j + 1]
         return [int(k) for k in mask.nonzero()[0]]
 
-    def _need(self, j: int, s: int) -> Any:
-        """Whether a storage is needed in a stretch; None where it is there in any case."""
-        definer = self.of.graph.uses.definer[s]
-        if s in self.there[j] or definer < 0:
+    def _need(self, j: int, v: int) -> Any:
+        """Whether a version is needed in a stretch; None where it is there in any case."""
+        maker = self.of.maker[v]
+        if v in self.there[j] or (self.after[j][maker] and (j == self.last or self.before[j + 1][maker])):
             return None
-        if self.after[j][definer] and (j == self.last or self.before[j + 1][definer]):
-            return None
-        if (j, s) not in self.needs:
-            self.needs[j, s] = self.model.new_bool_var("")
-            self.todo.append((j, s, False))
-        return self.needs[j, s]
+        if (j, v) not in self.needs:
+            self.needs[j, v] = self.model.new_bool_var("")
+            self.todo.append((j, v, False))
+        return self.needs[j, v]
 
     def _run(self, j: int, op: int) -> Any:
         if (j, op) not in self.runs:
@@ -184,22 +177,20 @@ class _Stretches:
             self.todo.append((j, op, True))
         return self.runs[j, op]
 
-    def _storage(self, j: int, s: int) -> None:
-        """A storage that is needed was there, or all that write it run, as far as they can in this stretch."""
-        m, need = self.model, self.needs[j, s]
+    def _version(self, j: int, v: int) -> None:
+        """A version that is needed was there, or the op that makes it runs, as far as it can in this stretch."""
+        m, need, maker = self.model, self.needs[j, v], self.of.maker[v]
         made = m.new_bool_var("")
         ways = [made]
-        if not self.after[j][self.of.graph.uses.definer[s]]:
+        if not self.after[j][maker]:
             held = m.new_bool_var("")
-            self.held[j].append((s, held))
+            self.held[j].append((v, held))
             ways.append(held)
-            whole = len(self.of.writes[s]) == 1  # of others, a part may have been written then
-            if j and whole and (earlier := self._need(j - 1, s)) is not None:
+            if j and (earlier := self._need(j - 1, v)) is not None:
                 m.add_implication(held, earlier)
         m.add_bool_or([*ways, need.negated()])
-        for op in self.of.writes[s]:
-            if j == self.last or not (self.after[j + 1][op] or op == self.ops[j + 1]):
-                m.add_implication(made, self._run(j, op))
+        if j == self.last or not (self.after[j + 1][maker] or maker == self.ops[j + 1]):
+            m.add_implication(made, self._run(j, maker))
 
     def _op(self, j: int, op: int) -> None:
         """An op reads what is needed for that; one that ran before costs its time."""
@@ -210,8 +201,8 @@ class _Stretches:
                 return
             part = self.of.graph.ops[op].time / relaxed.total if relaxed.total else 0.0
             self.cost.append(int(part * _TICKS * _SAFE) * run)
-        for s in self.of.reads[op]:
-            if (need := self._need(j, s)) is not None:
+        for v in self.of.reads[op]:
+            if (need := self._need(j, v)) is not None:
                 self.model.add_implication(run, need)
 
     def solve(self, effort: float, deadline: Deadline = NEVER) -> float:

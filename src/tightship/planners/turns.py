@@ -142,7 +142,7 @@ class _Network:
         self.relaxed, self.backward = relaxed, edges(graph, forward=False)
         self.size, self.writers = graph.columns.size, relaxed.uses.writers
         n, static = len(graph.ops), relaxed.static
-        self.need, self.make = 2 + n, 2 + n + len(self.size)
+        self.need, self.make, self.nodes = 2 + n, 2 + n + len(self.size), 2 + n + 2 * len(self.size)
         self.single = np.diff(facts.writers[0]) == 1
         op, storage = pairs(facts.reads).T
         single = self.single[storage]
@@ -180,7 +180,7 @@ class _Network:
         for price in _PRICES:
             nbytes = np.where(first[writer], np.ceil(self.size[made] * (price * _TICKS / peak)), _ENDLESS)
             capacity = np.concatenate((always, nbytes, seconds)).astype(np.int64)
-            value, near = _core.min_cut(relaxed.nodes, tail, head, capacity, 0, 1, math.inf)
+            value, near = _core.min_cut(self.nodes, tail, head, capacity, 0, 1, math.inf)
             if value >= _ENDLESS:
                 return
             near = near.astype(np.bool_)
