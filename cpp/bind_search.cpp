@@ -26,7 +26,7 @@ Bits bits(const Engine& e, const Flags& a) {
     const Index& x = e.index();
     check::length("decisions", a, static_cast<i64>(x.gaps.size()), "gap");
     check::within("decisions", a, 0, kDecisions - 1,
-                  "must be keep, evict, pass, drop, pack or offload (0 to 5)");
+                  "must be keep, evict, pass, drop, pack, offload or stay (0 to 6)");
     Bits decisions = to_vector(a);
     for (i32 gap = 0; gap < static_cast<i32>(decisions.size()); ++gap)
         if (!x.allows(gap, decisions[gap])) decisions[gap] = x.least(gap);

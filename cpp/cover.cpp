@@ -202,7 +202,7 @@ class Cover {
         const i32* next = std::lower_bound(first, last, at);
         if (next == first || next == last || since_[s] >= at) return -2;
         const i32 gap = x_.gap_of[next - x_.touches.item.data() - 1];
-        return gap >= 0 && recomputed(now_[gap]) ? -2 : gap;
+        return gap >= 0 && x_.absent(gap, now_[gap]) ? -2 : gap;
     }
 
     // More ops than `most`: it takes more, or what cannot be made again.

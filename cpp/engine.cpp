@@ -12,7 +12,7 @@ constexpr i64 kMaxRunsPerOp = 30;  // recomputations, over the number of ops
 bool Engine::wanted_at_once(i32 s) const {
     for (i64 j = x_.touches.start[s]; j + 1 < x_.touches.start[s + 1]; ++j) {
         const i32 gap = x_.gap_of[j];
-        if (gap >= 0 && recomputed(s_.decisions[gap])) return false;
+        if (gap >= 0 && (gap == x_.stay[s] || recomputed(s_.decisions[gap]))) return false;
         if (gap >= 0 && s_.decisions[gap] != kKeep) return true;
         const i32 next = x_.touches.item[j + 1];
         if (next == x_.p.ops || !late_[next]) return true;
@@ -74,7 +74,7 @@ bool Engine::gone(i32 s, i32 version, i32 readers) {
 bool Engine::held(i32 s) const {
     if (!x_.shared[s] || has_touch(s)) return false;
     for (i64 j = x_.touches.start[s + 1] - 2; j >= x_.touches.start[s]; --j)
-        if (const i32 gap = x_.gap_of[j]; gap >= 0) return s_.decisions[gap] != kDrop;
+        if (const i32 gap = x_.gap_of[j]; gap >= 0 && gap != x_.stay[s]) return s_.decisions[gap] != kDrop;
     return true;
 }
 
@@ -83,7 +83,7 @@ bool Engine::departs(i32 s, i32 at) const {
     if (x_.p.owned[s] || !s_.resident[s] || s_.pin[s]) return false;
     const i64 touch = x_.touches.start[s] + s_.touch[s];
     if (s_.touch[s] + 1 < x_.touches.size(s))
-        return x_.gap_of[touch] >= 0 && recomputed(s_.decisions[x_.gap_of[touch]]);
+        return x_.gap_of[touch] >= 0 && x_.absent(x_.gap_of[touch], s_.decisions[x_.gap_of[touch]]);
     return x_.replayable[s] || !(scouting_ || (extended_ && until_[s] > at));
 }
 
@@ -316,6 +316,7 @@ void Engine::depart_all(i32 at) {
     const i32 o = x_.p.order[at];
     for (const i32 s : x_.p.reads[o]) depart(s, at);
     for (const i32 d : x_.p.defines[o]) depart(d, at);
+    for (const i32 s : x_.stay_ends[at]) depart(s, at);
     if (extended_)
         for (const i32 s : leaving_[at]) copies_.leave(s);
 }
@@ -327,7 +328,7 @@ void Engine::depart(i32 s, i32 at) {
     if (!s_.resident[s]) return;
     if (has_touch(s)) {
         const std::uint8_t to = x_.gap_of[touch] < 0 ? std::uint8_t{kKeep} : s_.decisions[x_.gap_of[touch]];
-        if (to == kKeep) return;
+        if (to == kKeep || to == kStay) return;
         if (to == kPack) return copies_.pack(s);
         if (to == kOffload) return copies_.offload(s);
     } else if ((extended_ || scouting_) && !x_.replayable[s] && (scouting_ || until_[s] > at)) {

@@ -12,6 +12,7 @@
 // nothing under way needs it. After its last touch, what several ops read stays for all recomputations before
 // one op, and with kDrop in its last gap for one of them. What cannot be made again and is read by a recipe
 // stays until the last recomputation that reads it: a first pass finds out until when, a second one counts.
+// What no op touches any more, but much can be made of, has one more gap, with kKeep or kStay (`Index::stay`).
 // With `until_written`, what a recipe reads in a version that is written over is made by the first of its
 // writers, where it is not there or nobody else needs it there, and leaves when it was read; and results may
 // be evicted until the end, where they are restored in the order of `ending`. With `brief`, what several ops
@@ -138,7 +139,11 @@ class Engine {
     bool departs(i32 storage, i32 position) const;
     void take_places(i32 op, i32 position, i32 wanted);
     i64 made(i32 op) const;
-    bool has_touch(i32 s) const { return s_.touch[s] < x_.touches.size(s); }
+    // Whether an op still touches it, or it is to stay for longer than that.
+    bool has_touch(i32 s) const {
+        const i64 left = x_.touches.size(s) - s_.touch[s];
+        return left > 1 || (left == 1 && (x_.stay[s] < 0 || s_.decisions[x_.stay[s]] == kStay));
+    }
 };
 
 }  // namespace tightship

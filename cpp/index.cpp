@@ -21,6 +21,7 @@ Rows as_rows(const std::vector<std::vector<i32>>& lists) {
 Index::Index(Program program) : p(std::move(program)) {
     find_touches();
     find_gaps();
+    find_stays();
     find_movable();
     find_offloads();
 }
@@ -140,6 +141,55 @@ void Index::find_gaps() {
             allowed.push_back(here);
         }
     }
+}
+
+// A storage that no op of the backward touches may stay for what is recomputed from it: where that is more
+// bytes, directly or by way of others of its kind, than it has itself, as of a concatenation's inputs, or of
+// what is cast to a wider type.
+void Index::find_stays() {
+    stay.assign(p.storages, -1);
+    std::vector<i64> saves(p.storages, 0);  // bytes that can be made again while it is there
+    std::vector<i32> until_then(p.storages, 0);
+    for (i32 g = 0; g < static_cast<i32>(gaps.size()); ++g) {
+        const auto [s, from, to] = gaps[g];
+        if (!allows(g, kEvict) || to < p.boundary) continue;
+        if (from < p.boundary) saves[s] = p.size[s];
+        until_then[s] = std::max(until_then[s], std::min(to, static_cast<i32>(p.ops) - 1));
+    }
+    std::vector<std::vector<i32>> ends(p.ops + 1);
+    for (i32 at = p.boundary; at-- > 0;)
+        for (const i32 s : p.defines[p.order[at]]) {
+            if (saves[s] || !p.size[s] || p.kept[s] || !replayable[s] || p.must[s]) continue;
+            if (!(p.may[s] >> kEvict & 1) || touches.begin(s)[touches.size(s) - 1] >= p.boundary) continue;
+            for (const i32 reader : touches[s]) {
+                if (reader == at) continue;
+                for (const i32 d : p.defines[p.order[reader]]) {
+                    saves[s] += saves[d];
+                    until_then[s] = std::max(until_then[s], until_then[d]);
+                }
+            }
+            if (saves[s] > p.size[s]) ends[until_then[s]].push_back(s);
+        }
+    stay_ends = as_rows(ends);
+    std::vector<i32> end(p.storages, -1);
+    for (i64 at = 0; at < p.ops; ++at)
+        for (const i32 s : stay_ends[at]) end[s] = static_cast<i32>(at);
+    if (stay_ends.item.empty()) return;
+    Rows longer{{0}, {}};
+    std::vector<i32> gap, version;
+    for (i32 s = 0; s < p.storages; ++s) {
+        for (i64 j = touches.start[s]; j < touches.start[s + 1]; ++j)
+            longer.item.push_back(touches.item[j]), gap.push_back(gap_of[j]), version.push_back(seen[j]);
+        if (end[s] >= 0) {
+            stay[s] = gap.back() = static_cast<i32>(gaps.size());
+            gaps.push_back({s, longer.item.back(), end[s]});
+            allowed.push_back(1 << kKeep | 1 << kStay);
+            longer.item.push_back(end[s]), gap.push_back(-1);
+            version.push_back(static_cast<i32>(writers.size(s)));
+        }
+        longer.start.push_back(static_cast<i64>(longer.item.size()));
+    }
+    touches = std::move(longer), gap_of = std::move(gap), seen = std::move(version);
 }
 
 std::uint8_t Index::least(i32 gap) const {

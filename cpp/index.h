@@ -48,7 +48,8 @@ struct Program {
     bool brief = false;  // what several recomputations read waits for those of one op, not for all
 };
 
-enum Decision : std::uint8_t { kKeep, kEvict, kPass, kDrop, kPack, kOffload, kDecisions };
+// kStay: in a gap past the last touch, where kKeep is to leave with that touch.
+enum Decision : std::uint8_t { kKeep, kEvict, kPass, kDrop, kPack, kOffload, kStay, kDecisions };
 
 // Whether it leaves and is recomputed.
 inline bool recomputed(std::uint8_t decision) { return decision >= kEvict && decision <= kDrop; }
@@ -69,6 +70,10 @@ struct Index {
     std::vector<i32> gap_of;            // parallel to touches.item: the gap that begins there, or -1
     Rows writers;                       // by storage: ops
     std::vector<i32> last_write;        // by storage: index of the touch that writes it last
+    // By storage: the gap past its last touch in which it may stay for what is recomputed from it, or -1. It
+    // ends with a last row in `touches`, at which no op touches it; by position, what ends there.
+    std::vector<i32> stay;
+    Rows stay_ends;
     std::vector<std::uint8_t> replayable, shared;  // by storage: can be recomputed; is read by several ops
     // By storage: the last position at which it can be made again, as what its recipe reads is written over
     // there; `ops` where it is replayable, -1 where it never can be.
@@ -85,6 +90,10 @@ struct Index {
 
     bool allows(i32 gap, std::uint8_t to) const { return allowed[gap] >> to & 1; }
     std::uint8_t least(i32 gap) const;  // the first decision that is allowed
+    // Whether a storage is to be made again for what needs it within a gap.
+    bool absent(i32 gap, std::uint8_t to) const {
+        return recomputed(to) || (to == kKeep && stay[gaps[gap].storage] == gap);
+    }
 
   private:
     void find_touches();
@@ -92,6 +101,7 @@ struct Index {
     bool sees_final(i64 s) const;
     i32 replays_until(i64 s, const std::vector<i32>& at) const;
     void find_gaps();
+    void find_stays();
     void find_offloads();
     void find_movable();
 };

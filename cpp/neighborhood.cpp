@@ -16,7 +16,7 @@ Neighborhood::Neighborhood(const Index& index, const Rows& groups, const Isomorp
     : index_(index), groups_(groups), layers_(layers), gaps_(static_cast<i64>(index.gaps.size())),
       exchanges_(exchanges), rng_(seed) {
     for (i64 g = 0; g < gaps_; ++g)
-        for (std::uint8_t to = kPack; to < kDecisions; ++to)
+        for (const std::uint8_t to : {kPack, kOffload})
             if (index.allows(static_cast<i32>(g), to)) others_ |= 1 << to;
 }
 
@@ -43,6 +43,7 @@ std::uint8_t Neighborhood::other(std::uint8_t now) {
                                                                         : kOffload;
         return to == now ? std::uint8_t{kKeep} : to;
     }
+    if (now == kStay) return kKeep;
     if (now > kDrop) return uniform() < 0.5 ? kKeep : kEvict;
     const double u = uniform();
     if (now == kKeep) return u < 0.7 ? kEvict : u < 0.85 ? kPass : kDrop;
@@ -118,6 +119,7 @@ void Neighborhood::exchange(Bits& bits, Changes& changes) {
         const i32* one = layers_.rows.begin(first + below(roles));
         const i32* two = layers_.rows.begin(first + below(roles));
         if (one[at] < 0 || two[at] < 0 || bits[one[at]] == bits[two[at]]) continue;
+        if (index_.allows(one[at], kStay) != index_.allows(two[at], kStay)) continue;
         const i64 a = size(one[at]), b = size(two[at]);
         if (a > 2 * b || b > 2 * a) continue;
         i64 begin = at, end = at + 1;
@@ -134,7 +136,8 @@ void Neighborhood::exchange(Bits& bits, Changes& changes) {
 }
 
 void Neighborhood::set(Bits& bits, Changes& changes, i32 gap, std::uint8_t to) {
-    if (!index_.allows(gap, to)) return;
+    if (to != kKeep && index_.allows(gap, kStay)) to = kStay;
+    if (to == bits[gap] || !index_.allows(gap, to)) return;
     changes.emplace_back(gap, bits[gap]);
     bits[gap] = to;
 }

@@ -76,7 +76,7 @@ class Chain:
         self.time = np.array([problem.graph.ops[k].time for k in problem.order])
         self.place = np.empty(len(problem.order), dtype=np.int64)
         self.place[list(problem.order)] = np.arange(len(problem.order))
-        self.across = np.flatnonzero(problem.crossing)
+        self.across = np.flatnonzero(problem.crossing & ~problem.stays)
         """Gaps from the forward into the backward."""
         self._span()
         self.cuts = self._cut(blocks)

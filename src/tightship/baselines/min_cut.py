@@ -24,7 +24,9 @@ from tightship.options import NEVER, Deadline, option
 from tightship.planners.evict.problem import (
     DROP,
     EVICT,
+    KEEP,
     PASS,
+    STAY,
     Bits,
     Decision,
     EvictionProblem,
@@ -44,6 +46,8 @@ _HIGHEST, _LOWEST = 14, -6
 """Powers of two between which prices are looked for."""
 
 Mask = NDArray[np.bool_]
+_Way = tuple[int, bool]
+"""How what is dropped leaves, and whether what recomputations alone read stays for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,8 @@ def family(
         if (key := dropped.tobytes()) in seen:
             continue
         seen.add(key)
-        for kind in _KINDS:
-            yield problem.cost(_bits(dropped, kind), budget)
+        for way in _ways(problem):
+            yield problem.cost(_bits(problem, dropped, way), budget)
 
 
 def between(problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -> Iterator[Decision]:
@@ -94,10 +98,10 @@ def between(problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -
     def over() -> bool:
         return problem.archive.stopped or deadline.over
 
-    for kind in _KINDS:
+    for way in _ways(problem):
 
-        def cost(dropped: Mask, kind: int = kind) -> Decision:
-            return problem.cost(_bits(dropped, kind), budget)
+        def cost(dropped: Mask, way: _Way = way) -> Decision:
+            return problem.cost(_bits(problem, dropped, way), budget)
 
         pair = cuts.around(cost, over)
         if pair is None:
@@ -112,7 +116,7 @@ def between(problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -
 def sets(problem: EvictionProblem) -> list[Bits]:
     """What each of the cuts so far leaves out, once for each way of dropping it."""
     found = {dropped.tobytes(): dropped for dropped in problem.archive.cuts.values()}.values()
-    return [_bits(dropped, kind) for dropped in found for kind in _KINDS]
+    return [_bits(problem, dropped, way) for dropped in found for way in _ways(problem)]
 
 
 def joined(
@@ -174,8 +178,17 @@ def _mixed(
     return best
 
 
-def _bits(dropped: Mask, kind: int) -> Bits:
-    return dropped.astype(np.uint8) * np.uint8(kind)
+def _ways(problem: EvictionProblem) -> Iterator[_Way]:
+    for stays in (True, False) if problem.stays.any() else (False,):
+        yield from ((kind, stays) for kind in _KINDS)
+
+
+def _bits(problem: EvictionProblem, dropped: Mask, way: _Way) -> Bits:
+    """What is dropped leaves; of what nothing but recomputations would read, the rest stays for them, or not."""
+    kind, stays = way
+    bits = dropped.astype(np.uint8) * np.uint8(kind)
+    bits[problem.stays] = np.where(dropped[problem.stays] | (not stays), KEEP, STAY)
+    return bits
 
 
 @dataclass

@@ -43,6 +43,7 @@ from tightship.planners.evict.problem import (
     KEEP,
     OFFLOAD,
     PASS,
+    STAY,
     Bits,
     EvictionProblem,
 )
@@ -154,6 +155,17 @@ class _Decided:
             left.update({s: position for s, _ in step.reuses})
         return found
 
+    @cached_property
+    def leaves(self) -> dict[int, list[int]]:
+        """When each storage leaves, for good or not: computed ops before it."""
+        found: dict[int, list[int]] = defaultdict(list)
+        position = 0
+        for step in self.plan.steps:
+            position += step.kind == "compute"
+            for s in (*(step.storages if step.kind == "free" else ()), *(a for a, _ in step.reuses)):
+                found[s].append(position)
+        return found
+
     def way(self, storage: int) -> str:
         """Between its uses; where ways differ, that of the longest absence."""
         rows = [row for row in self.absences.get(storage, ())]
@@ -167,6 +179,9 @@ class _Decided:
             for left, back, code in self.absences.get(s, ()):
                 if since < left <= back <= to:
                     plain[g] = code
+        for g in np.flatnonzero(self.problem.stays).tolist():
+            s, since, to = self.problem.gaps[g].tolist()
+            plain[g] = KEEP if any(since < left <= to for left in self.leaves.get(s, ())) else STAY
         tried = []
         for code in WAYS["recompute"]:
             bits = np.where(plain == EVICT, code, plain).astype(np.uint8)
@@ -210,7 +225,8 @@ class _Decided:
         """Peak and seconds with other ways for some storages; None where that cannot be."""
         best: tuple[int, float] | None = None
         chosen = dict(ways)
-        at = {s: np.flatnonzero(self.problem.gaps[:, 0] == s) for s in chosen}
+        used = ~self.problem.stays
+        at = {s: np.flatnonzero(used & (self.problem.gaps[:, 0] == s)) for s in chosen}
         allowed = self.problem.engine.allowed
         for kind in range(max(len(WAYS[way]) for way in chosen.values()) if chosen else 0):
             bits = self.bits.copy()

@@ -26,6 +26,7 @@ from tightship.planners.evict.problem import (
     KEEP,
     OFFLOAD,
     PASS,
+    STAY,
     Decision,
     EvictionProblem,
 )
@@ -131,6 +132,7 @@ def seed(problem: EvictionProblem, plan: Plan) -> None:
     for g, (s, begins, ends) in enumerate(problem.gaps.tolist()):
         # What is packed or copied out is then freed, too.
         evict[g] = max((d for at, d in leaves.get(s, ()) if begins <= at < ends), default=KEEP)
+    evict[problem.stays] = np.where(evict[problem.stays], KEEP, STAY)
     evict[(problem.engine.allowed >> evict & 1) == 0] = KEEP
     problem.archive.offer(problem.cost(evict, _UNLIMITED))
 

@@ -22,7 +22,7 @@ from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import default
-from tightship.planners.evict.problem import EVICT, Decision, EvictionProblem
+from tightship.planners.evict.problem import EVICT, STAY, Decision, EvictionProblem
 from tightship.simulate import replay, unplanned
 from tightship.units import Budget
 
@@ -361,7 +361,9 @@ def with_saved(problem: EvictionProblem, saved: frozenset[int]) -> Decision:
     boundary = backward_start(problem.graph, problem.order)
     crossing = (problem.gaps[:, 1] < boundary) & (problem.gaps[:, 2] >= boundary)
     leaves = crossing & ~np.isin(problem.gaps[:, 0], list(saved))
-    return problem.cost(leaves.astype(np.uint8) * np.uint8(EVICT), 0)
+    bits = leaves.astype(np.uint8) * np.uint8(EVICT)
+    bits[problem.stays & np.isin(problem.gaps[:, 0], list(saved))] = STAY
+    return problem.cost(bits, 0)
 
 
 def _row(problem: EvictionProblem, name: str, d: Decision) -> Other:

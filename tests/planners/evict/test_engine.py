@@ -14,7 +14,7 @@ from tightship.analysis.bounds import lower_bound
 from tightship.analysis.order import deepest_first
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners import run
-from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem
+from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, STAY, EvictionProblem
 from tightship.simulate import baseline, replay
 from tightship.verify import check
 
@@ -24,7 +24,8 @@ HUGE = 1 << 60
 def masks(problem: EvictionProblem, seed: int, n: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     kinds = [KEEP, EVICT, PASS, DROP]
-    return [rng.choice(kinds[: 2 + k % 3], len(problem.gaps)).astype(np.uint8) for k in range(n)]
+    rows = [rng.choice(kinds[: 2 + k % 3], len(problem.gaps)).astype(np.uint8) for k in range(n)]
+    return [np.where(problem.stays & (bits > KEEP), STAY, bits).astype(np.uint8) for bits in rows]
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -54,6 +55,7 @@ def moves(problem: EvictionProblem, seed: int, n: int) -> list[np.ndarray]:
         at, width = rng.integers(len(now)), rng.integers(1, 4)
         now = now.copy() if rng.random() < 0.9 else problem.nothing()
         now[at : at + width] = rng.choice([KEEP, EVICT, PASS, DROP], len(now[at : at + width]))
+        now[problem.stays & (now > KEEP)] = STAY
         rows.append(now)
     return rows
 

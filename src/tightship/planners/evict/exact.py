@@ -41,6 +41,7 @@ from tightship.planners.evict.problem import (
     EVICT,
     KEEP,
     OFFLOAD,
+    STAY,
     Decision,
     EvictionProblem,
     Progress,
@@ -243,7 +244,7 @@ class Retention:
         for (s, _, to), may in zip(
             self.problem.gaps.tolist(), self.problem.engine.allowed.tolist(), strict=True
         ):
-            if not may >> EVICT & 1 and may >> KEEP & 1:
+            if not may & (1 << EVICT | 1 << STAY) and may >> KEEP & 1:
                 out[s] = max(out.get(s, 0), to)
         return out
 

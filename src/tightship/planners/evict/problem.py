@@ -44,6 +44,7 @@ __all__ = [
     "MEANS",
     "OFFLOAD",
     "PASS",
+    "STAY",
     "Archive",
     "Bits",
     "Decision",
@@ -71,10 +72,11 @@ _FORMS = ("full", "packed", "host")
 _UNLIMITED = (1 << 63) - 1
 
 
-KEEP, EVICT, PASS, DROP, COMPRESS, OFFLOAD = range(6)
+KEEP, EVICT, PASS, DROP, COMPRESS, OFFLOAD, STAY = range(7)
 """What a gap may be: kept; evicted, and once restored it stays; evicted, and dropped again if restored only for a
 recomputation while its own next use is beyond the engine's horizon; the same however near its next use; compressed;
-offloaded to the host pool."""
+offloaded to the host pool. Past a storage's last use, where it leaves if nothing is said: stays for what is
+recomputed from it, until that has its own last use."""
 
 MEANS = {"recompute": (EVICT, PASS, DROP), "compress": (COMPRESS,), "offload": (OFFLOAD,)}
 """The decisions that each way of leaving memory allows."""
@@ -366,6 +368,12 @@ class EvictionProblem:
         return (self.gaps[:, 1] < self.boundary) & (self.gaps[:, 2] >= self.boundary)
 
     @cached_property
+    def stays(self) -> NDArray[np.bool_]:
+        """Which gaps lie past the last use of a storage: there it leaves, or (`STAY`) does not."""
+        found: NDArray[np.bool_] = self.engine.allowed >> STAY & 1 == 1
+        return found
+
+    @cached_property
     def kept(self) -> Timeline:
         """What the order costs with everything kept."""
         if self.order == tuple(range(len(self.graph.ops))):
@@ -458,7 +466,7 @@ def _bits(ways: Sequence[str]) -> int:
 def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
     """About one layer's worth of positions: the usual distance between uses of neighboring layers' tensors."""
     hues, definer = np.array(colors(graph), dtype=np.int64), graph.uses.facts.definer
-    storage, start, to = engine.gaps
+    storage, start, to = (rows[engine.allowed >> STAY & 1 == 0] for rows in engine.gaps)
     far = (to < len(order)) & (to - start > len(order) // 50)
     storage, to = storage[far], to[far]
     made, user = hues[definer[storage]], hues[np.array(order, dtype=np.int64)[to]]
