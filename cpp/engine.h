@@ -12,11 +12,11 @@
 // nothing under way needs it. After its last touch, what several ops read stays for all recomputations before
 // one op, and with kDrop in its last gap for one of them. What cannot be made again and is read by a recipe
 // stays until the last recomputation that reads it: a first pass finds out until when, a second one counts.
-// What no op touches any more, but much can be made of, has one more gap, with kKeep or kStay (`Index::stay`).
-// With `until_written`, what a recipe reads in a version that is written over is made by the first of its
-// writers, where it is not there or nobody else needs it there, and leaves when it was read; and results may
-// be evicted until the end, where they are restored in the order of `ending`. With `brief`, what several ops
-// read stays only until the op has run for which the one that read it was run.
+// What no op touches any more, but much can be made of, has one more gap, with kKeep or kStay
+// (`Index::stay`). With `until_written`, what a recipe reads in a version that is written over is made by the
+// first of its writers, where it is not there or nobody else needs it there, and leaves when it was read; and
+// results may be evicted until the end, where they are restored in the order of `ending`. With `brief`, what
+// several ops read stays only until the op has run for which the one that read it was run.
 //
 // In-place reuse is no decision: where an op may write a result over an input whose stay ends with that very
 // run, it does, and the bytes count once.
