@@ -42,6 +42,8 @@ PLANNER = "evict/min-cut"
 _KINDS = (EVICT, PASS, DROP)
 _CLOSE = 1.0005
 """Prices nearer than this factor are taken for one."""
+_MANY = 10_000
+"""Of more ops, what the backward does not read is only tried as it is saved."""
 _HIGHEST, _LOWEST = 14, -6
 """Powers of two between which prices are looked for."""
 
@@ -179,7 +181,8 @@ def _mixed(
 
 
 def _ways(problem: EvictionProblem) -> Iterator[_Way]:
-    for stays in (True, False) if problem.stays.any() else (False,):
+    stay = problem.stays.any()
+    for stays in (True, False) if stay and len(problem.order) <= _MANY else (bool(stay),):
         yield from ((kind, stays) for kind in _KINDS)
 
 
