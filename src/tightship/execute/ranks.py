@@ -506,8 +506,8 @@ def follow(graph: Graph, text: str, limit: int | None) -> Plan:
     assert other is not None
     if _ops_of(graph) != _ops_of(other) or any(s.kind not in _SIZELESS for s in plan.steps):
         raise Unsupported(
-            "batches of other shapes on some ranks, for which other ops run, or a plan that copies values,",
-            "no plan sends in the order of the other ranks'", "give all ranks batches of one shape",
+            "a step that runs other ops on some ranks, or on batches of other shapes by a plan that copies values,",
+            "no plan sends in the order of the other ranks'", "run the same code on batches of one shape everywhere",
         )  # fmt: skip
     capacity = None if limit is None else max(limit - graph.static_bytes, 0)
     line, layout = replay(graph, plan.steps), lay_out(graph, plan.steps, capacity=capacity)

@@ -49,6 +49,38 @@ def process_group(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
+def name_of_group(group: Any) -> str:
+    """The name of a process group, as ops of torch.distributed are given it."""
+    given = torch.distributed.ProcessGroup.unbox(group) if isinstance(group, torch._C.ScriptObject) else group
+    name: str = given.group_name
+    return name
+
+
+def reduction_name(how: Any) -> str:
+    """The name that functional collectives have for a reduction, as ops of torch.distributed are given it."""
+    with torch.no_grad():  # asks by TorchScript, which is refused where gradients may go through it
+        kind = torch.distributed.ReduceOp.RedOpType(how.op())
+    name: str = kind.name
+    return name.lower()
+
+
+class _Ended:
+    """What ops of torch.distributed return that have ended; made when first needed, as there may be no such ops."""
+
+    work: Any = None
+    boxed: Any = None
+
+
+def ended_work() -> Any:
+    """A work of torch.distributed that has ended."""
+    if _Ended.boxed is None:
+        from torch._C._distributed_c10d import FakeWork, Work
+
+        _Ended.work = FakeWork()  # kept, so that whoever unboxes it gets this one
+        _Ended.boxed = Work.boxed(_Ended.work)
+    return _Ended.boxed
+
+
 def mesh_of(name: str, device: str) -> Any:
     """The mesh of the ranks of a group."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -114,7 +146,15 @@ def expire(stand_in: torch.Tensor, kind: type) -> None:
 
 
 @contextmanager
-def shapes_asked_outside() -> Iterator[None]:
+def captured_alike() -> Iterator[None]:
+    """Inside, what torch.distributed does beside the ops of a step is done where no mode of the caller's sees it, and
+    by the same ops on each rank."""
+    with _shapes_asked_outside(), _parts_exchanged():
+        yield
+
+
+@contextmanager
+def _shapes_asked_outside() -> Iterator[None]:
     """Inside, DTensors ask what results look like as a whole where no mode of the caller's sees the question."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -130,6 +170,28 @@ def shapes_asked_outside() -> Iterator[None]:
         yield
     finally:
         setattr(ShardingPropagator, name, known)
+
+
+@contextmanager
+def _parts_exchanged() -> Iterator[None]:
+    """Inside, the differentiable exchange of ``torch.distributed.nn``, where it is used, is one collective: with gloo
+    it is a scatter from one rank after the other, which is another op on each."""
+    there = sys.modules.get("torch.distributed.nn.functional")
+    if there is None:
+        yield
+        return
+    known = vars(there._AlltoAll)["forward"]
+    there._AlltoAll.forward = staticmethod(_exchange)
+    try:
+        yield
+    finally:
+        there._AlltoAll.forward = known
+
+
+def _exchange(ctx: Any, group: Any, outs: Any, *tensors: Any) -> tuple[Any, ...]:
+    ctx.group, ctx.input_tensor_size_list = group, [t.size() for t in tensors]
+    torch.distributed.all_to_all(outs, [t.contiguous() for t in tensors], group=group)
+    return tuple(outs)
 
 
 class Placed(NamedTuple):

@@ -1,0 +1,97 @@
+"""One rank: training loops as people write them, in eager and with ``fit``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.nn import functional as differentiable
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch_worker import both, sharded
+from worker import batches, caught, loss_of, main, model
+
+import tightship
+
+# --- losses that send ---
+
+
+class Gathered(torch.autograd.Function):
+    """As many repositories have it: what all ranks have, whose gradient adds up over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, x.contiguous())
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def contrastive(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    rows, others = F.normalize(rows, dim=-1), F.normalize(others, dim=-1)
+    return F.cross_entropy(rows @ others.T / 0.1, torch.arange(len(rows)))
+
+
+def differentiably(m: Any, batch: Any) -> torch.Tensor:
+    x, y = (torch.cat(differentiable.all_gather(t)) for t in (m(batch[0]), batch[1]))
+    return contrastive(x, y)
+
+
+def by_a_function(m: Any, batch: Any) -> torch.Tensor:
+    return contrastive(Gathered.apply(m(batch[0])), Gathered.apply(batch[1]))  # type: ignore[no-untyped-call]
+
+
+def in_place(m: Any, batch: Any) -> torch.Tensor:
+    """Barlow's cross-correlation, whose sum over ranks autograd does not see; numbers of rows; others' tensors."""
+    x, size = m(batch[0]), dist.get_world_size()
+    correlation = (x.T @ batch[1]).div(len(x) * size)
+    dist.all_reduce(correlation)
+    count = torch.tensor([float(len(x))])
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, async_op=True).wait()
+    first, largest = batch[1][:2].clone(), batch[1].new_empty(size * len(x), x.shape[1])
+    dist.broadcast(first, src=1)
+    dist.all_gather_into_tensor(largest, batch[1])
+    other = torch.empty_like(batch[1])
+    dist.all_to_all_single(other, batch[1])
+    part = torch.empty_like(other)
+    dist.reduce_scatter_tensor(part, largest)
+    rest = (x[:2] - first).pow(2).mean() + (x - other).pow(2).sum() / count + (x - part).pow(2).mean()
+    return correlation.diagonal().sub(1).pow(2).sum() + rest.sum()
+
+
+def reduced(m: Any, batch: Any) -> torch.Tensor:
+    """A mean over the rows of all ranks, with its gradient."""
+    count = differentiable.all_reduce(torch.tensor(float(len(batch[0]))) * 1.0)
+    x = m(batch[0])
+    mean = differentiable.all_reduce(x.mean(0)) / dist.get_world_size()
+    return F.mse_loss(x, batch[1]) * len(x) / count + mean.pow(2).sum()
+
+
+def losses_that_send() -> Any:
+    rows = {}
+    for loss in (differentiably, by_a_function, in_place, reduced):
+        for wrap in (DistributedDataParallel, sharded):
+            rows[f"{loss.__name__} {wrap.__name__}"] = both(
+                model, loss, batches(3), wrap=wrap, budget="static+70%"
+            )
+
+    def to_one(m: Any, batch: Any) -> torch.Tensor:
+        loss = loss_of(m, batch)
+        dist.reduce(loss.detach().clone(), 0)
+        return loss
+
+    m = DistributedDataParallel(model())
+    given = batches()[0]
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    rows["reduce"] = caught(lambda: tightship.fit(m, to_one, optimizer, given, "100%"))
+    return rows
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,25 @@
+"""Training loops as people write them, on several ranks: the bits of eager's, each rank within its budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ranks import Rows, as_planned, run
+
+TOGETHER = ("losses_that_send",)
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return run(*TOGETHER, worker="loop_worker.py")
+
+
+def test_losses_send_as_their_code_says_it(rows: Rows) -> None:
+    for row in rows["losses_that_send"]:
+        refused = row.pop("reduce")
+        assert "torch.distributed.reduce inside of a step is not supported" in refused["text"]
+        assert len(row) == 8
+        for name, one in row.items():
+            for what, eager in one["eager"].items():
+                assert one["fit"][what] == eager, (name, what)
+            as_planned(one["fit"]["measure"])
