@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import distributed as dist
 from torch.distributed.nn import functional as differentiable
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch_worker import both, sharded
-from worker import batches, caught, loss_of, main, model
+from torch_worker import Own, Tied, both, row, sharded, word_loss, words
+from worker import WIDTH, adamw, batches, caught, loss_of, main, model
 
 import tightship
+from tightship.execute.interpreter import Fallback
+from tightship.integrations.callback import CompileCallback
 
 # --- losses that send ---
 
@@ -90,6 +93,47 @@ def losses_that_send() -> Any:
     given = batches()[0]
     optimizer = torch.optim.SGD(m.parameters(), 0.1)
     rows["reduce"] = caught(lambda: tightship.fit(m, to_one, optimizer, given, "100%"))
+    return rows
+
+
+# --- trainers ---
+
+
+def of_own_layers() -> Any:
+    """Of which Dynamo compiles one, as it is none of torch's."""
+    m = Tied()
+    m.layers[1] = Own(WIDTH, WIDTH)
+    return m
+
+
+def trained_by_a_callback() -> Any:
+    """A model of ``fully_shard`` in the hands of what trainers' callbacks share."""
+    rows: dict[str, Any] = {}
+    for planned in (False, True):
+        m = sharded(of_own_layers())
+        o = adamw(m)
+        callback = CompileCallback("100%", say=None)
+        if planned:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                callback.attach(m, [o], accumulate=False)
+            rows["warned"] = [str(w.message) for w in found if w.category is Fallback]
+        losses = []
+        for b in words():
+            o.zero_grad()
+            loss = word_loss(m, b)
+            loss.backward()
+            o.step()
+            losses.append(loss.detach())
+        callback.look()
+        rows["fit" if planned else "eager"] = row(losses, m, o)
+        rows["notes"], rows["graphs"] = list(callback.notes), len(callback.plans)
+        callback.detach()
+    m = sharded(of_own_layers())
+    strict = CompileCallback("90%", say=None, strict=True)
+    strict.attach(m, [adamw(m)], accumulate=False)
+    rows["strict"] = caught(lambda: word_loss(m, words()[0]))
+    strict.detach()
     return rows
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from support.ranks import Rows, as_planned, run
 
-TOGETHER = ("losses_that_send",)
+TOGETHER = ("losses_that_send", "trained_by_a_callback")
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +23,13 @@ def test_losses_send_as_their_code_says_it(rows: Rows) -> None:
             for what, eager in one["eager"].items():
                 assert one["fit"][what] == eager, (name, what)
             as_planned(one["fit"]["measure"])
+
+
+def test_callbacks_of_trainers_plan_the_graphs_of_fully_shard_and_say_what_is_not_counted(rows: Rows) -> None:
+    for row in rows["trained_by_a_callback"]:
+        assert row["fit"] == row["eager"]
+        assert row["graphs"] > 0
+        assert len(row["warned"]) == 1
+        assert row["notes"][0] == row["warned"][0]
+        assert "not of this rank" in row["notes"][0]
+        assert row["strict"]["type"] == "Unsupported"
