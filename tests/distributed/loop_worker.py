@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.distributed.nn import functional as differentiable
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch_worker import Own, Tied, both, row, sharded, word_loss, words
-from worker import WIDTH, adamw, batches, caught, loss_of, main, model
+from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
 
 import tightship
 from tightship.execute.interpreter import Fallback
@@ -79,7 +80,7 @@ def reduced(m: Any, batch: Any) -> torch.Tensor:
 def losses_that_send() -> Any:
     rows = {}
     for loss in (differentiably, by_a_function, in_place, reduced):
-        for wrap in (DistributedDataParallel, sharded):
+        for wrap in (DistributedDataParallel, sharded)[: 1 + (loss in (differentiably, in_place))]:
             rows[f"{loss.__name__} {wrap.__name__}"] = both(
                 model, loss, batches(3), wrap=wrap, budget="static+70%"
             )
@@ -94,6 +95,45 @@ def losses_that_send() -> Any:
     optimizer = torch.optim.SGD(m.parameters(), 0.1)
     rows["reduce"] = caught(lambda: tightship.fit(m, to_one, optimizer, given, "100%"))
     return rows
+
+
+# --- ranks that do not do the same ---
+
+
+def fewer_batches() -> Any:
+    """A rank that goes to a barrier when its batches are over, and one that has another; then both train on."""
+    m = DistributedDataParallel(model())
+    o, given = adamw(m), batches(3)
+    step = tightship.fit(m, loss_of, o, given[0], "100%")
+    rows: dict[str, Any] = {"taken": [step(b).item() for b in given[:2]]}
+    before = digest(m.parameters())
+    rows["joined"] = caught(lambda: Join([m]))
+    rows["error"] = caught(lambda: step(given[2]) if dist.get_rank() == 0 else dist.barrier())
+    rows["again"] = caught(lambda: step(given[2]))["text"]
+    if dist.get_rank() == 0:
+        dist.barrier()
+    rows["unchanged"] = before == digest(m.parameters())
+    step = tightship.fit(m.module, loss_of, o, given[0], "100%", parallel=tightship.DataParallel())
+    step(given[2])
+    rows["digest"] = digest(m.module.parameters())
+    return rows
+
+
+def evaluated_by_one() -> Any:
+    """Parameters in parts are gathered by all ranks, or by none."""
+    m = model()
+    x, _ = given = batches()[0]
+    step = tightship.fit(m, loss_of, adamw(m), given, "100%", parallel=tightship.DataParallel(shard=True))
+    step(given)
+
+    def evaluated() -> None:
+        with torch.no_grad():
+            m(x)
+
+    error = caught(evaluated if dist.get_rank() == 0 else lambda: step(given))
+    if dist.get_rank():
+        evaluated()
+    return error
 
 
 # --- trainers ---

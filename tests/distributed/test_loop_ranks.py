@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support.ranks import Rows, as_planned, run
+from support.ranks import Rows, as_planned, run, seconds_to_error
 
-TOGETHER = ("losses_that_send", "trained_by_a_callback")
+TOGETHER = ("losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one")
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def test_losses_send_as_their_code_says_it(rows: Rows) -> None:
     for row in rows["losses_that_send"]:
         refused = row.pop("reduce")
         assert "torch.distributed.reduce inside of a step is not supported" in refused["text"]
-        assert len(row) == 8
+        assert len(row) == 6
         for name, one in row.items():
             for what, eager in one["eager"].items():
                 assert one["fit"][what] == eager, (name, what)
@@ -33,3 +33,21 @@ def test_callbacks_of_trainers_plan_the_graphs_of_fully_shard_and_say_what_is_no
         assert row["notes"][0] == row["warned"][0]
         assert "not of this rank" in row["notes"][0]
         assert row["strict"]["type"] == "Unsupported"
+
+
+def test_a_rank_that_waits_elsewhere_ends_the_steps_of_the_others_within_seconds(rows: Rows) -> None:
+    stepping, waiting = rows["fewer_batches"]
+    assert waiting["error"]["type"] == ""  # when the other has come
+    text = stepping["error"]["text"]
+    assert "rank 1: waits in torch.distributed.barrier (loop_worker.py:" in text
+    assert "to which rank 0, in a step, does not come" in text
+    assert seconds_to_error(stepping["error"]) < 5
+    assert stepping["again"] == waiting["again"] == text
+    for row in (stepping, waiting):
+        assert row["unchanged"]
+        assert row["digest"] == stepping["digest"]
+        assert "Join around a DistributedDataParallel" in row["joined"]["text"]
+    evaluating, stepping = rows["evaluated_by_one"]
+    assert evaluating["type"] == ""
+    assert "rank 0: waits in a gather of parameters outside of a step (loop_worker.py:" in stepping["text"]
+    assert seconds_to_error(stepping) < 5

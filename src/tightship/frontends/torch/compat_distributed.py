@@ -91,6 +91,36 @@ def mesh_of(name: str, device: str) -> Any:
     return DeviceMesh.from_group(group, device)
 
 
+def name_of_all() -> str:
+    """The name of the default process group."""
+    name: str = torch.distributed.group.WORLD.group_name
+    return name
+
+
+def collectives_begun(name: str) -> int | None:
+    """How many collectives this rank has begun among a group; None of a group that it does not know, or that does not
+    count."""
+    try:
+        count: int = process_group(name)._get_sequence_number_for_group()
+    except (RuntimeError, ValueError, KeyError):
+        return None
+    return count
+
+
+def call_of(frame: Any) -> tuple[str, str | None] | None:
+    """If a frame is of torch.distributed's own code: what it calls that sends, and among whom, as far as it says."""
+    module = frame.f_globals.get("__name__", "")
+    if not module.startswith("torch.distributed") or module.endswith("c10d_logger"):
+        return None
+    name, own = frame.f_code.co_name, frame.f_locals
+    group = own.get("group")
+    among = group.group_name if isinstance(group, torch.distributed.ProcessGroup) else None
+    if among is None and module == "torch.distributed.distributed_c10d" and "group" in own:
+        among = name_of_all()
+    short = "torch.distributed" if module == "torch.distributed.distributed_c10d" else module
+    return f"{short}.{name}", among
+
+
 def process_groups_store() -> Any:
     """The key-value store that the default process group was made with, which all ranks reach."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -539,6 +569,15 @@ def buffers_change(ddp: Any) -> None:
 def let_go_of_buckets(ddp: Any) -> None:
     """Frees the buckets of a DistributedDataParallel, a copy of its parameters; it evaluates as before."""
     ddp.reducer = ddp.logger = _LetGo()
+    ddp.join_hook = _no_join
+
+
+def _no_join(**_: Any) -> None:
+    raise Unsupported(
+        "Join around a DistributedDataParallel that tightship.fit has taken over",
+        "a rank without batches would have to send what the plan of the others sends",
+        "have all ranks take as many steps (drop_last=True, or the least number of batches of all)",
+    )
 
 
 def own_ddp_options(ddp: Any) -> list[str]:
@@ -552,6 +591,8 @@ def own_ddp_options(ddp: Any) -> list[str]:
         options.append("no_sync()")
     if ddp.parameters_to_ignore or ddp._delay_all_reduce_params:
         options.append("parameters that it leaves to others")
+    if ddp._join_config.enable:
+        options.append("Join (ranks with fewer batches)")
     if hasattr(ddp, "buffer_hook"):
         options.append("a buffer hook")
     return options
