@@ -2,8 +2,8 @@
 
 A rank that has had fewer batches, and goes to a barrier, never comes to the step in which the others wait for it, and
 they never come to the barrier. Nobody fails there, so a thread of each process looks, when asked, where the caller's
-code stands: in a collective of torch.distributed, of which group, and how many of it there were. If the rank that asks
-is in a step and has not sent as many of that group, neither can go on.
+code stands: in a collective of torch.distributed, of which group, and how many of it there were. If who asks, in a
+step, has not begun as many of that group, neither can go on.
 """
 
 from __future__ import annotations
