@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn import functional as differentiable
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch_worker import Own, Tied, both, row, sharded, word_loss, words
@@ -134,6 +137,57 @@ def evaluated_by_one() -> Any:
     if dist.get_rank():
         evaluated()
     return error
+
+
+# --- norms for a log ---
+
+
+def placed(m: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(m, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def logged() -> Any:
+    """Norms of parameters and gradients in a loop that clips by torch's own function, and who is told of parts."""
+
+    def number(t: Any) -> float:
+        return float((t.full_tensor() if hasattr(t, "full_tensor") else t).item())
+
+    rows: dict[str, Any] = {}
+    for wrap in (sharded, placed):
+        rows[wrap.__name__] = mine = {}
+        for planned in (False, True):
+            m = wrap(model())
+            o, norms, losses = adamw(m), [], []
+            given = batches(2) if wrap is sharded else [batches()[0]] * 2
+            if wrap is placed:
+                for t in given[0]:
+                    dist.broadcast(t, 0)
+            step: Any = None
+            for b in given:
+                if planned:
+                    step = step or tightship.fit(m, loss_of, o, b, "100%", split=True)
+                    losses.append(step.backward(b))
+                    own = [p for _, p in step.named_parameters()]
+                else:
+                    loss = loss_of(m, b)
+                    loss.backward()
+                    losses.append(loss.detach())
+                    own = list(m.parameters())
+                norms += [number(p.detach().norm()) for p in own] + [number(p.grad.norm()) for p in own]
+                if wrap is sharded:
+                    norms.append(number(torch.nn.utils.clip_grad_norm_(own, 0.05)))
+                (step.update if planned else o.step)()
+                o.zero_grad()
+            mine["fit" if planned else "eager"] = {"norms": norms, **row(losses, m, o)}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            m.state_dict()
+            step.state_dict(full=True)
+            quiet = len(said)
+            total = [sum(p.norm() for p in m.parameters()) for _ in range(2)]
+        mine["said"] = [quiet, len(total), *(f"{Path(w.filename).name} {w.message}" for w in said)]
+    return rows
 
 
 # --- trainers ---

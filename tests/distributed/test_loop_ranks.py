@@ -6,7 +6,7 @@ import pytest
 
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
-TOGETHER = ("losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one")
+TOGETHER = ("losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged")
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +51,12 @@ def test_a_rank_that_waits_elsewhere_ends_the_steps_of_the_others_within_seconds
     assert evaluating["type"] == ""
     assert "rank 0: waits in a gather of parameters outside of a step (loop_worker.py:" in stepping["text"]
     assert seconds_to_error(stepping) < 5
+
+
+def test_norms_for_a_log_are_those_of_all_ranks_and_parts_are_said(rows: Rows) -> None:
+    for row in rows["logged"]:
+        for how in ("sharded", "placed"):
+            assert row[how]["fit"] == row[how]["eager"]
+            quiet, _, text = row[how]["said"]  # once
+            assert quiet == 0
+            assert text.startswith("loop_worker.py parameters() gives this rank's parts")

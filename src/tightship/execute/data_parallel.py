@@ -26,6 +26,7 @@ from tightship.execute.shards import (
     Placed,
     average_reads,
     read_once,
+    say_parts,
     send_together,
     shard_model,
     shard_optimizer,
@@ -367,6 +368,8 @@ class Replicas(NotCopied):
         shard_optimizer(optimizer, shards)
         if not together:
             send_together(model, shards, parallel.bucket)
+        if any(one.divided for one in shards.values()):
+            say_parts(model)
         return shards
 
     def synchronize(self) -> None:
@@ -387,6 +390,10 @@ class Replicas(NotCopied):
         for n, p in parameters:
             if n in self.shards and self.shards[n].divided and p.grad is not None:
                 p.grad = p.grad.as_subclass(PartOfGradient)
+
+    def seen(self, name: str, parameter: torch.Tensor) -> Any:
+        """A parameter, of which ranks may have parts, as all of them together have it."""
+        return self.shards[name].seen(parameter) if name in self.shards else parameter
 
     def take_back(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         for _, p in parameters:

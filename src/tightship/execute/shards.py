@@ -9,6 +9,8 @@ and take them, or whole tensors.
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -29,11 +31,11 @@ from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.structure import map_leaves
 
 __all__ = [
-    "Placed", "Shard", "average_reads", "read_once", "send_together", "shard_model", "shard_optimizer", "shards_of",
-    "take_over", "take_over_placed",
+    "Placed", "Shard", "average_reads", "read_once", "say_parts", "send_together", "shard_model", "shard_optimizer",
+    "shards_of", "take_over", "take_over_placed",
 ]  # fmt: skip
 
-_MARK = "_tightship_shards"
+_MARK, _SAYS = "_tightship_shards", "_tightship_says_parts"
 
 
 class Gathering:
@@ -100,6 +102,13 @@ class Part(Gathering):
     def is_part(self, t: Any) -> bool:
         raise NotImplementedError
 
+    def seen(self, part: torch.Tensor) -> Any:
+        """The part as torch's own tensor of several ranks, in the same memory, and its gradient likewise."""
+        made = self.distributed(part.detach())
+        if part.grad is not None:
+            made.grad = self.distributed(part.grad.detach().as_subclass(torch.Tensor))
+        return made
+
     def saved(self, t: Any) -> Any:
         """What a state dict has for a part; anything else as it is."""
         return self.distributed(t.detach()) if self.is_part(t) else t
@@ -125,7 +134,8 @@ class PartOfGradient(torch.Tensor):
             raise Unsupported(
                 "the norm of a gradient of which this rank has a part, or whether it is finite,",
                 "it would be another one on each rank, where that of the whole gradient is meant",
-                "give fit clip_norm=, skip_nonfinite= or scaler=, which ask all ranks",
+                "ask that of step.named_parameters(), which has DTensors, or give fit clip_norm=, skip_nonfinite= or "
+                "scaler=",
             )  # fmt: skip
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -375,10 +385,21 @@ def read_once(shards: Iterable[Gathering]) -> Iterator[None]:
         one.reading(True)
     try:
         with _listed_as_read() if shards else nullcontext():
+            _reading.active = True
             yield
     finally:
+        _reading.active = False
         for one in shards:
             one.reading(False)
+
+
+class _Reading:
+    """Whether the code of a step runs."""
+
+    active = False
+
+
+_reading = _Reading()
 
 
 @contextmanager
@@ -407,6 +428,37 @@ def _listed_as_read() -> Iterator[None]:
         yield
     finally:
         kind.named_parameters = known  # type: ignore[method-assign]
+
+
+def say_parts(model: torch.nn.Module) -> None:
+    """Has the model warn, once, code that is given its parts where eager's would be given DTensors, or whole ones."""
+    if getattr(type(model), _SAYS, False):
+        return
+    kind, said = type(model), False
+
+    def named_parameters(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        nonlocal said
+        if not said and not _reading.active and (level := _callers_level()):
+            said = True
+            warnings.warn(_PARTS, stacklevel=level)
+        return kind.named_parameters(module, *args, **kwargs)
+
+    _read_by(model, {}, **{"named_parameters": named_parameters, _SAYS: True})
+
+
+_PARTS = (
+    "parameters() gives this rank's parts: what is done element by element is done to all, a norm or a count is of "
+    "the part alone; step.named_parameters() and state_dict() have DTensors, which ask all ranks"
+)
+
+
+def _callers_level() -> int:
+    """How far away the code is that asks for parameters; 0 for torch's, or this package's, own."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_globals.get("__name__") == torch.nn.Module.__module__ and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    own = frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tightship")
+    return 0 if own else level
 
 
 # --- models ---
