@@ -100,6 +100,46 @@ def losses_that_send() -> Any:
     return rows
 
 
+# --- two models ---
+
+
+def adversaries() -> Any:
+    """Each in a DistributedDataParallel, which the other's step calls; and the loop between steps, with gradients."""
+    rows = {}
+    for planned in (False, True):
+        torch.manual_seed(0)
+        maker = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()))
+        judge = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()))
+        o, second, losses = adamw(maker), adamw(judge), []
+
+        def judged(m: Any, batch: Any) -> torch.Tensor:
+            return F.softplus(m(batch[0])).mean() + F.softplus(-m(batch[1])).mean()
+
+        def made(m: Any, x: Any, judge: Any = judge) -> torch.Tensor:
+            return F.softplus(-judge(m(x))).mean()
+
+        steps: Any = None
+        for x, _ in batches(3):
+            both_ = maker(x).detach(), x
+            if planned:
+                steps = steps or (
+                    tightship.fit(maker, made, o, x, "100%"),
+                    tightship.fit(judge, judged, second, both_, "100%"),
+                )
+                losses += [steps[1](both_), steps[0](x)]
+                continue
+            for m, fn, optimizer, given in ((judge, judged, second, both_), (maker, made, o, x)):
+                optimizer.zero_grad()
+                loss = fn(m, given)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+        rows["fit" if planned else "eager"] = [
+            row(losses, m.module, n) for m, n in ((maker, o), (judge, second))
+        ]
+    return rows
+
+
 # --- ranks that do not do the same ---
 
 

@@ -6,7 +6,10 @@ import pytest
 
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
-TOGETHER = ("losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged")
+TOGETHER = (
+    "losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged",
+    "adversaries",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +63,8 @@ def test_norms_for_a_log_are_those_of_all_ranks_and_parts_are_said(rows: Rows) -
             quiet, _, text = row[how]["said"]  # once
             assert quiet == 0
             assert text.startswith("loop_worker.py parameters() gives this rank's parts")
+
+
+def test_two_models_in_distributed_data_parallel_call_one_another(rows: Rows) -> None:
+    for row in rows["adversaries"]:
+        assert row["fit"] == row["eager"]

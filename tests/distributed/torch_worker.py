@@ -540,7 +540,7 @@ def refused() -> Any:
     rows["bare"] = caught(lambda: tightship.fit(model(), loss_of, bare, batches()[0], parallel=whole))
     taken = DistributedDataParallel(model())
     tightship.fit(taken, loss_of, adamw(taken), batches()[0])
-    rows["taken"] = caught(lambda: taken(batches()[0][0]))
+    rows["taken"] = caught(lambda: taken(batches()[0][0]).sum().backward())
     with torch.no_grad():
         taken(batches()[0][0])
     return rows

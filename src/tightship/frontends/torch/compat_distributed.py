@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightship.errors import Unsupported
@@ -495,16 +496,46 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
 
 
 class _LetGo:
-    """In the place of what DistributedDataParallel sends with."""
+    """In the place of what DistributedDataParallel sends with: it lets forward passes by, and no backward pass."""
+
+    def _nothing(self, *_: Any) -> bool:
+        return False
+
+    set_runtime_stats_and_log = prepare_for_forward = prepare_for_backward = _rebuild_buckets = _nothing
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a question of what it is, as ``hasattr`` and ``copy`` ask it
             raise AttributeError(name)
-        raise Unsupported(
-            "a training step of a DistributedDataParallel that tightship.fit has taken over",
-            "its buckets are no more, so that they take no memory beside the budget",
-            "call the step that fit has returned, or put the module into a new DistributedDataParallel",
-        )
+        raise _no_training()
+
+
+def _no_training() -> Unsupported:
+    return Unsupported(
+        "a backward pass through a DistributedDataParallel that tightship.fit has taken over",
+        "its buckets are no more, so that they take no memory beside the budget",
+        "call the step that fit has returned, or put the module into a new DistributedDataParallel",
+    )
+
+
+def _ends_backward(ddp: Any, _: Any, out: Any) -> None:
+    """Behind a forward pass outside of a step: gradients that come to what it returns would not be averaged."""
+
+    def refused(_: Any) -> None:
+        raise _no_training()
+
+    if torch.is_grad_enabled() and not _inside.a_step:
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                t.register_hook(refused)
+
+
+class _Inside:
+    """Whether the code of a step runs."""
+
+    a_step = False
+
+
+_inside = _Inside()
 
 
 class Buckets(NamedTuple):
@@ -541,23 +572,21 @@ def sending_nothing(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def module_in_ddp(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, a DistributedDataParallel of ``model``, or of a part of it, calls its module and does nothing else:
-    code that has the one in hand where it is given the other does the same."""
+def modules_in_ddp() -> Iterator[None]:
+    """Inside of a step, a DistributedDataParallel calls its module and does nothing else: that of the step's model,
+    which the code may have in hand, and others, whose gradients are none of this step's."""
     kind = torch.nn.parallel.DistributedDataParallel
-    known = kind.forward
+    known, before = kind.forward, _inside.a_step
 
     def forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(m is ddp.module for m in model.modules()):
-            return known(ddp, *args, **kwargs)
         buffers_change(ddp)
         return ddp.module(*args, **kwargs)
 
-    kind.forward = forward  # type: ignore[method-assign]
+    kind.forward, _inside.a_step = forward, True  # type: ignore[method-assign]
     try:
         yield
     finally:
-        kind.forward = known  # type: ignore[method-assign]
+        kind.forward, _inside.a_step = known, before  # type: ignore[method-assign]
 
 
 def buffers_change(ddp: Any) -> None:
@@ -567,9 +596,10 @@ def buffers_change(ddp: Any) -> None:
 
 
 def let_go_of_buckets(ddp: Any) -> None:
-    """Frees the buckets of a DistributedDataParallel, a copy of its parameters; it evaluates as before."""
+    """Frees the buckets of a DistributedDataParallel, a copy of its parameters; its forward passes are as before."""
     ddp.reducer = ddp.logger = _LetGo()
     ddp.join_hook = _no_join
+    ddp.register_forward_hook(_ends_backward)
 
 
 def _no_join(**_: Any) -> None:
