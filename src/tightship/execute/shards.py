@@ -8,6 +8,7 @@ and take them, or whole tensors.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import warnings
@@ -500,6 +501,7 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
     done: dict[int, Part] = {}
     chosen: dict[torch.nn.Module, dict[str, Part]] = {}
     rows, casts = compat_distributed.fully_sharded(model), compat_distributed.fully_shard_casts(model)
+    methods = compat_distributed.forward_methods(model)
     compat_distributed.undo_fully_shard(model)
     for row in rows:
         p = row.parameter
@@ -515,7 +517,7 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
     for module, shards in chosen.items():
         _mark(module, shards)
     for module, given, result in casts:
-        _cast(module, given, result)
+        _cast(module, given, result, [name for m, name in methods if m is module])
     _replace_in(optimizer, parts, done)
     return done
 
@@ -549,8 +551,11 @@ def _replace_in(optimizer: Any, parts: Mapping[int, torch.nn.Parameter], done: M
             one.state[part] = {k: done[id(part)].loaded(t) for k, t in one.state.pop(p).items()}
 
 
-def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtype | None) -> None:
-    """Has a module's floating-point inputs and outputs cast, as the policy for mixed precision said."""
+def _cast(
+    module: torch.nn.Module, given: torch.dtype | None, result: torch.dtype | None, methods: Iterable[str]
+) -> None:
+    """Has floating-point inputs and outputs of a module, and of methods of it, cast, as the policy for mixed
+    precision said."""
 
     def cast(dtype: torch.dtype | None, tree: Any) -> Any:
         def one(x: Any) -> Any:
@@ -562,6 +567,14 @@ def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtyp
         lambda _, args, kwargs: (cast(given, args), cast(given, kwargs)), prepend=True, with_kwargs=True
     )
     module.register_forward_hook(lambda _, args, out: cast(result, out))
+    for name in methods:
+        own = getattr(module, name)
+
+        @functools.wraps(own)
+        def called(*args: Any, _own: Any = own, **kwargs: Any) -> Any:
+            return cast(result, _own(*cast(given, args), **cast(given, kwargs)))
+
+        setattr(module, name, called)
 
 
 def average_reads(model: torch.nn.Module, done: Mapping[int, Part], among: Division) -> dict[int, Gathering]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -474,8 +475,23 @@ def fully_shard_casts(
     return rows
 
 
+def forward_methods(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    """Methods that ``fully_shard`` was told of, beside ``forward`` (``register_fsdp_forward_method``)."""
+    found = []
+    for modules, state in _fully_shard_states(model):
+        own = sys.modules[type(state).__module__].__package__
+        for module in modules:
+            for name, x in vars(module).items():
+                made = isinstance(x, types.MethodType) and hasattr(x.__func__, "__wrapped__")
+                if made and str(x.__func__.__globals__.get("__name__")).startswith(f"{own}."):
+                    found.append((module, name))
+    return found
+
+
 def undo_fully_shard(model: torch.nn.Module) -> None:
     """Takes the hooks and the class of ``fully_shard`` from a model whose parameters have been replaced."""
+    for module, name in forward_methods(model):
+        vars(module)[name] = vars(module)[name].__func__.__wrapped__
     for modules, state in _fully_shard_states(model):
         for group in state._fsdp_param_groups:
             handles = [
