@@ -178,6 +178,12 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
             "a model in DistributedDataParallel has all parameters on all ranks: give fit its .module, or "
             "leave parallel out", parallel, "fit(parallel=…)",
         )  # fmt: skip
+    if compat_distributed.taken_apart(ddp):
+        raise Unsupported(
+            "a tensor parallel model in DistributedDataParallel",
+            "it takes DTensors apart and puts them together around each forward pass",
+            "call fully_shard over the mesh of the ranks with other batches, which fit takes over",
+        )  # fmt: skip
     if options := compat_distributed.own_ddp_options(ddp):
         raise Unsupported(
             f"a model in DistributedDataParallel with {', '.join(options)}",

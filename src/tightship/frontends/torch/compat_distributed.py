@@ -644,6 +644,11 @@ def own_ddp_options(ddp: Any) -> list[str]:
     return options
 
 
+def taken_apart(ddp: Any) -> bool:
+    """Whether a DistributedDataParallel takes DTensors of tensor parallelism apart around each forward pass."""
+    return any(hasattr(p, "_st_info") for p in ddp.module.parameters())
+
+
 def is_collective(fn: Any) -> bool:
     return getattr(fn, "namespace", None) in (
         "c10d",
