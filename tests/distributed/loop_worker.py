@@ -100,6 +100,34 @@ def losses_that_send() -> Any:
     return rows
 
 
+# --- parameters that code has from elsewhere ---
+
+
+class Held(torch.nn.Module):
+    """A scale that a list holds, too; the part of one rank has a shape that broadcasts."""
+
+    def __init__(self, listed: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.randn(2, 1))
+        self.layer = torch.nn.Linear(WIDTH, 7)
+        self.scales = [self.scale] if listed else []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scales[0] if self.scales else self.scale
+        assert scale.requires_grad
+        return (self.layer(x)[:, None] * scale).mean(1)
+
+
+def held_elsewhere() -> Any:
+    given = batches()[0]
+
+    def fitted(m: torch.nn.Module) -> Any:
+        return tightship.fit(m, loss_of, adamw(m), given, "100%", parallel=tightship.DataParallel(shard=True))
+
+    return {"list": caught(lambda: fitted(Held())), "attribute": caught(lambda: fitted(Held(listed=False)))}
+
+
 # --- two models ---
 
 

@@ -8,7 +8,7 @@ from support.ranks import Rows, as_planned, run, seconds_to_error
 
 TOGETHER = (
     "losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged",
-    "adversaries",
+    "adversaries", "held_elsewhere",
 )  # fmt: skip
 
 
@@ -68,3 +68,9 @@ def test_norms_for_a_log_are_those_of_all_ranks_and_parts_are_said(rows: Rows) -
 def test_two_models_in_distributed_data_parallel_call_one_another(rows: Rows) -> None:
     for row in rows["adversaries"]:
         assert row["fit"] == row["eager"]
+
+
+def test_a_part_that_code_has_from_elsewhere_is_not_taken_for_the_parameter(rows: Rows) -> None:
+    for row in rows["held_elsewhere"]:
+        assert "the parameter 'scale' in the code of a step, read otherwise" in row["list"]["text"]
+        assert row["attribute"]["type"] == ""

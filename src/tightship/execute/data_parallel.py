@@ -9,6 +9,7 @@ the step, which a plan moves, frees and (gathers) repeats like any other.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -348,6 +349,8 @@ class Replicas(NotCopied):
             ranks.same("what ranks have of a model", lambda: f"{len(shards)} parameters in parts")
         names = {id(p): n for n, p in model.named_parameters()}
         self.shards = {names[i]: shard for i, shard in shards.items()}
+        parts = {n: p for n, p in model.named_parameters() if n in self.shards and self.shards[n].divided}
+        self._parts = {id(p): (n, weakref.ref(p)) for n, p in parts.items()}
         own = [] if isinstance(parallel, _TensorParallel) else model.named_parameters()
         whole = [(n, p) for n, p in own if p.requires_grad and n not in self.shards]
         whole.reverse()  # gradients come in about this order
@@ -408,7 +411,7 @@ class Replicas(NotCopied):
 
     def read_once(self) -> AbstractContextManager[None]:
         """Inside, each parameter is gathered once, however often the code reads it."""
-        return read_once(self.shards.values())
+        return read_once(self.shards.values(), self._parts)
 
     def late(self, late: bool) -> None:
         """Whether gradients of which each rank has a summand are added up behind clipping and accumulation, as

@@ -12,11 +12,13 @@ import functools
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat_distributed
@@ -29,6 +31,7 @@ from tightship.frontends.torch.collectives import (
     share,
 )
 from tightship.frontends.torch.optimizer.given import each
+from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import map_leaves
 
 __all__ = [
@@ -37,6 +40,60 @@ __all__ = [
 ]  # fmt: skip
 
 _MARK, _SAYS = "_tightship_shards", "_tightship_says_parts"
+
+
+class _Reading:
+    """Whether the code of a step runs, and whether it is this module's own that has parts in hand."""
+
+    active = own = False
+
+    @contextmanager
+    def parts(self) -> Iterator[None]:
+        before, self.own = self.own, True
+        try:
+            yield
+        finally:
+            self.own = before
+
+
+_reading = _Reading()
+
+
+Parts = Mapping[int, tuple[str, weakref.ref[torch.Tensor]]]
+"""Names of parameters of which ranks have parts, and these, by id."""
+
+
+class _NoParts(TorchFunctionMode):
+    """Refuses what the code of a step computes of parts that it has from elsewhere than an attribute of a module or
+    ``parameters()``: they may be taken for whole parameters without an error, where shapes broadcast."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _reading.own:
+            found = (self._parts.get(id(t)) for t in tensors_in((args, kwargs)))
+            part = next((row for row in found if row is not None and row[1]() is not None), None)
+            if part is not None:
+                return self._answer(part[0], func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of a question that is not for a tensor: whether it is trained, its type."""
+        refused = Unsupported(
+            f"the parameter {name!r} in the code of a step, read otherwise than by its module's attribute,",
+            "there it is this rank's part, and not the whole parameter",
+            "read it where the module has it (self.weight), or by parameters()",
+        )
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:  # as shapes do not fit
+            raise refused from error
+        if next(tensors_in(out), None) is not None:
+            raise refused
+        return out
 
 
 class Gathering:
@@ -48,6 +105,10 @@ class Gathering:
 
     def read(self, part: torch.Tensor) -> torch.Tensor:
         """The parameter. Inside of a step once: its gradients add up before they are sent, as in eager."""
+        with _reading.parts():
+            return self._now(part)
+
+    def _now(self, part: torch.Tensor) -> torch.Tensor:
         if self._read is None:
             return self.wholes([(self, part)])[0]
         grad = torch.is_grad_enabled()
@@ -202,7 +263,8 @@ class Shard(Part):
             return self.read(part)
         key = torch.is_grad_enabled(), id(part)
         if key not in self._listed:
-            self._listed[key] = self.distributed(part)
+            with _reading.parts():
+                self._listed[key] = self.distributed(part)
         return self._listed[key]
 
     def reading(self, once: bool) -> None:
@@ -378,29 +440,20 @@ def send_together(model: torch.nn.Module, ways: Mapping[int, Gathering], most: i
 
 
 @contextmanager
-def read_once(shards: Iterable[Gathering]) -> Iterator[None]:
+def read_once(shards: Iterable[Gathering], parts: Parts | None = None) -> Iterator[None]:
     """Inside, each parameter is gathered once, however often it is read; ``parameters`` of a model, too, has what its
-    modules read, as a penalty on weights asks for them."""
+    modules read, as a penalty on weights asks for them. ``parts`` are read in no other way."""
     shards = list(shards)
     for one in shards:
         one.reading(True)
     try:
-        with _listed_as_read() if shards else nullcontext():
+        with _listed_as_read() if shards else nullcontext(), _NoParts(parts) if parts else nullcontext():
             _reading.active = True
             yield
     finally:
         _reading.active = False
         for one in shards:
             one.reading(False)
-
-
-class _Reading:
-    """Whether the code of a step runs."""
-
-    active = False
-
-
-_reading = _Reading()
 
 
 @contextmanager
