@@ -128,6 +128,51 @@ def held_elsewhere() -> Any:
     return {"list": caught(lambda: fitted(Held())), "attribute": caught(lambda: fitted(Held(listed=False)))}
 
 
+def written_between_steps() -> Any:
+    """Parameters that code changes where modules have them: by methods in place, views, and functions of torch."""
+    rows: dict[str, Any] = {}
+    wraps = {
+        "eager": DistributedDataParallel,
+        "shard": lambda m: m,
+        "fully_shard": sharded,
+        "eager of it": sharded,
+    }
+    for how, wrap in wraps.items():
+        m = wrap(model())
+        o, given, losses = torch.optim.SGD(m.parameters(), 0.1), batches(3), []
+        options = {"parallel": tightship.DataParallel(shard=True)} if how == "shard" else {}
+        step: Any = None
+        for b in given:
+            if how.startswith("eager"):
+                o.zero_grad()
+                loss = loss_of(m, b)
+                loss.backward()
+                o.step()
+            else:
+                step = step or tightship.fit(m, loss_of, o, b, "100%", **options)
+                loss = step(b)
+            losses.append(loss.item())
+            inner = m.module if how == "eager" else m
+            layers = [n for n in inner if isinstance(n, torch.nn.Linear)]
+            with torch.no_grad():
+                layers[0].bias.zero_()
+                layers[0].weight.mul_(0.5)
+                torch.nn.init.constant_(layers[1].bias, 0.25)
+                if how in ("eager", "shard"):
+                    layers[1].weight[1:3].fill_(0.5)
+                    layers[1].weight.data[0, :2] = 1.0
+                    layers[0].weight.add_(layers[0].weight.abs().mean())
+                losses += [float(loss_of(m, b)), float(whole_sum(layers[1].weight))]
+        rows[how] = losses
+    return rows
+
+
+def whole_sum(t: torch.Tensor) -> torch.Tensor:
+    total: Any = t.sum()
+    made: torch.Tensor = total.full_tensor() if hasattr(total, "full_tensor") else total
+    return made
+
+
 # --- two models ---
 
 

@@ -8,7 +8,7 @@ from support.ranks import Rows, as_planned, run, seconds_to_error
 
 TOGETHER = (
     "losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged",
-    "adversaries", "held_elsewhere",
+    "adversaries", "held_elsewhere", "written_between_steps",
 )  # fmt: skip
 
 
@@ -74,3 +74,9 @@ def test_a_part_that_code_has_from_elsewhere_is_not_taken_for_the_parameter(rows
     for row in rows["held_elsewhere"]:
         assert "the parameter 'scale' in the code of a step, read otherwise" in row["list"]["text"]
         assert row["attribute"]["type"] == ""
+
+
+def test_what_code_writes_to_a_modules_parameters_between_steps_is_written(rows: Rows) -> None:
+    for row in rows["written_between_steps"]:
+        assert row["shard"] == row["eager"]
+        assert row["fully_shard"] == row["eager of it"]

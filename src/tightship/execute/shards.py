@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat_capture, compat_distributed
 from tightship.frontends.torch.collectives import (
     Division,
     gathered,
@@ -43,9 +43,10 @@ _MARK, _SAYS = "_tightship_shards", "_tightship_says_parts"
 
 
 class _Reading:
-    """Whether the code of a step runs, and whether it is this module's own that has parts in hand."""
+    """Whether the code of a step runs; whether it is this module's own that has parts in hand; and whether a method
+    runs that reads whole parameters."""
 
-    active = own = False
+    active = own = whole = False
 
     @contextmanager
     def parts(self) -> Iterator[None]:
@@ -54,6 +55,11 @@ class _Reading:
             yield
         finally:
             self.own = before
+
+    def by_caller(self) -> bool:
+        """Whether a parameter is read by code between steps, and not by a module that computes with it."""
+        computes = self.active or self.whole or torch.compiler.is_compiling() or compat_capture.in_a_module()
+        return not computes
 
 
 _reading = _Reading()
@@ -161,6 +167,10 @@ class Part(Gathering):
         """What ``parameters`` of the model has in eager, for code inside of a step."""
         return self.read(part)
 
+    def between(self, part: torch.Tensor) -> Any:
+        """What code between steps has as a module's attribute: what it writes there is written to the part."""
+        return self.read(part)
+
     def is_part(self, t: Any) -> bool:
         raise NotImplementedError
 
@@ -201,6 +211,34 @@ class PartOfGradient(torch.Tensor):
             )  # fmt: skip
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+class WrittenThrough(torch.Tensor):
+    """A whole parameter in the hands of code between steps: a tensor as any other, but that this rank's part of what
+    is written to it, or to a view of it, is written to the part of the parameter."""
+
+    base: Any
+    to: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            given = [t for t in tensors_in((args, kwargs or {})) if isinstance(t, WrittenThrough)]
+            homes = {t.untyped_storage().data_ptr(): t for t in given if t.numel()}
+            with torch.no_grad():
+                for t in homes.values():
+                    shard, part = t.to
+                    now = shard.part(t.base.detach().as_subclass(torch.Tensor))
+                    if not torch.equal(now, part):
+                        part.copy_(now)
+        if isinstance(out, torch.Tensor) and type(out) is not torch.Tensor:
+            out = out.as_subclass(torch.Tensor)
+        source = homes.get(out.untyped_storage().data_ptr()) if isinstance(out, torch.Tensor) else None
+        if source is not None and not isinstance(out, WrittenThrough):
+            out = out.as_subclass(WrittenThrough)
+            out.base, out.to = source.base, source.to
+        return out
 
 
 class Shard(Part):
@@ -266,6 +304,13 @@ class Shard(Part):
             with _reading.parts():
                 self._listed[key] = self.distributed(part)
         return self._listed[key]
+
+    def between(self, part: torch.Tensor) -> Any:
+        if self._by_torch:  # as eager has it
+            return self.distributed(part.detach())
+        whole = self.read(part).as_subclass(WrittenThrough)
+        whole.base, whole.to = whole, (self, part)
+        return whole
 
     def reading(self, once: bool) -> None:
         super().reading(once)
@@ -569,6 +614,8 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
             chosen.setdefault(module, {})[name] = shard
     for module, shards in chosen.items():
         _mark(module, shards)
+    for module, name in methods:
+        _read_whole(module, name)
     for module, given, result in casts:
         _cast(module, given, result, [name for m, name in methods if m is module])
     _replace_in(optimizer, parts, done)
@@ -602,6 +649,21 @@ def _replace_in(optimizer: Any, parts: Mapping[int, torch.nn.Parameter], done: M
         for p in [p for p in one.state if id(p) in parts]:
             part = parts[id(p)]
             one.state[part] = {k: done[id(part)].loaded(t) for k, t in one.state.pop(p).items()}
+
+
+def _read_whole(module: torch.nn.Module, name: str) -> None:
+    """Has a method find whole parameters, as ``forward`` does."""
+    own = getattr(module, name)
+
+    @functools.wraps(own)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before, _reading.whole = _reading.whole, True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            _reading.whole = before
+
+    setattr(module, name, called)
 
 
 def _cast(
@@ -658,6 +720,8 @@ def _reader(name: str, shard: Gathering) -> Any:
     def read(module: torch.nn.Module) -> torch.Tensor:
         part = module._parameters[name]
         assert part is not None
+        if isinstance(shard, Part) and _reading.by_caller():
+            return shard.between(part)
         return shard.read(part)
 
     return read

@@ -108,11 +108,11 @@ class Lookout:
             return False
 
     def _look(self) -> None:
-        """Ends with the store, or when told."""
+        """Ends with the store or the process group, or when told."""
         seen: Any = None
         since, told = 0.0, False
         with suppress(RuntimeError):
-            while not self._ended.wait(_POLL):
+            while not self._ended.wait(_POLL) and compat_distributed.world_size() > 1:
                 if not self._store.check([f"{self._key}/asked"]):
                     continue
                 now = _standing(self._followed)  # and no frame, which would keep what its code has let go
