@@ -116,7 +116,11 @@ def refused() -> Any:
     for block in partly.blocks:
         fully_shard(block, mesh=mesh("data", "tensor")["data"])
     apart = parallelize_module(Net(), mesh("data", "tensor")["tensor"], {"head": ColwiseParallel()})
+    meshes = mesh("data", "tensor")
+    inside = parallelize_module(Net(), meshes["tensor"], {"head": ColwiseParallel()})
+    ddp = DistributedDataParallel(inside, device_mesh=meshes["data"])
     return {
+        "ddp": caught(lambda: tightship.fit(ddp, loss_of, adamw(ddp), words()[0])),
         "partly": caught(lambda: tightship.fit(partly, loss_of, adamw(partly), words()[0])),
         "apart": caught(lambda: tightship.fit(apart, loss_of, adamw(apart), words()[0])),
     }

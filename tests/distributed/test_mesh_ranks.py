@@ -70,6 +70,7 @@ def test_what_is_not_taken_over_is_refused_with_what_to_do(rows: Rows) -> None:
     for row in rows["refused"]:
         assert row["partly"]["type"] == "Unsupported"
         assert "which fully_shard has left out" in row["partly"]["text"]
+        assert "a tensor parallel model in DistributedDataParallel" in row["ddp"]["text"]
         assert row["apart"]["type"] == "Unsupported"
         assert "a mesh of 2 of 4 ranks" in row["apart"]["text"]
         assert "fully_shard" in row["apart"]["text"]

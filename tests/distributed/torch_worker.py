@@ -16,7 +16,12 @@ from torch import distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -169,10 +174,26 @@ def mixed_precision() -> Any:
         "sent": MixedPrecisionPolicy(reduce_dtype=half, cast_forward_inputs=False),
     }
 
-    return {
+    rows = {
         n: both(Tied, word_loss, words(), wrap=lambda m, p=p: sharded(m, mp_policy=p))
         for n, p in policies.items()
     }
+
+    class Scoring(Tied):
+        def scored(self, words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return self.forward(words) * weights
+
+    def loss(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        scores = m.scored(batch, torch.full((1,), 1.37))
+        return F.cross_entropy(scores.flatten(0, 1), batch.flatten())
+
+    def registered(m: Any) -> Any:
+        m = sharded(m, mp_policy=policies["parameters"])
+        register_fsdp_forward_method(m, "scored")
+        return m
+
+    rows["method"] = both(Scoring, loss, words(), wrap=registered)
+    return rows
 
 
 def in_ddp() -> Any:
@@ -540,7 +561,7 @@ def refused() -> Any:
     rows["bare"] = caught(lambda: tightship.fit(model(), loss_of, bare, batches()[0], parallel=whole))
     taken = DistributedDataParallel(model())
     tightship.fit(taken, loss_of, adamw(taken), batches()[0])
-    rows["taken"] = caught(lambda: taken(batches()[0][0]))
+    rows["taken"] = caught(lambda: taken(batches()[0][0]).sum().backward())
     with torch.no_grad():
         taken(batches()[0][0])
     return rows

@@ -9,6 +9,7 @@ the step, which a plan moves, frees and (gathers) repeats like any other.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -26,6 +27,7 @@ from tightship.execute.shards import (
     Placed,
     average_reads,
     read_once,
+    say_parts,
     send_together,
     shard_model,
     shard_optimizer,
@@ -176,6 +178,12 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
         raise BadInput(
             "a model in DistributedDataParallel has all parameters on all ranks: give fit its .module, or "
             "leave parallel out", parallel, "fit(parallel=…)",
+        )  # fmt: skip
+    if compat_distributed.taken_apart(ddp):
+        raise Unsupported(
+            "a tensor parallel model in DistributedDataParallel",
+            "it takes DTensors apart and puts them together around each forward pass",
+            "call fully_shard over the mesh of the ranks with other batches, which fit takes over",
         )  # fmt: skip
     if options := compat_distributed.own_ddp_options(ddp):
         raise Unsupported(
@@ -341,6 +349,8 @@ class Replicas(NotCopied):
             ranks.same("what ranks have of a model", lambda: f"{len(shards)} parameters in parts")
         names = {id(p): n for n, p in model.named_parameters()}
         self.shards = {names[i]: shard for i, shard in shards.items()}
+        parts = {n: p for n, p in model.named_parameters() if n in self.shards and self.shards[n].divided}
+        self._parts = {id(p): (n, weakref.ref(p)) for n, p in parts.items()}
         own = [] if isinstance(parallel, _TensorParallel) else model.named_parameters()
         whole = [(n, p) for n, p in own if p.requires_grad and n not in self.shards]
         whole.reverse()  # gradients come in about this order
@@ -367,6 +377,8 @@ class Replicas(NotCopied):
         shard_optimizer(optimizer, shards)
         if not together:
             send_together(model, shards, parallel.bucket)
+        if any(one.divided for one in shards.values()):
+            say_parts(model)
         return shards
 
     def synchronize(self) -> None:
@@ -388,6 +400,10 @@ class Replicas(NotCopied):
             if n in self.shards and self.shards[n].divided and p.grad is not None:
                 p.grad = p.grad.as_subclass(PartOfGradient)
 
+    def seen(self, name: str, parameter: torch.Tensor) -> Any:
+        """A parameter, of which ranks may have parts, as all of them together have it."""
+        return self.shards[name].seen(parameter) if name in self.shards else parameter
+
     def take_back(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         for _, p in parameters:
             if isinstance(p.grad, PartOfGradient):
@@ -395,7 +411,7 @@ class Replicas(NotCopied):
 
     def read_once(self) -> AbstractContextManager[None]:
         """Inside, each parameter is gathered once, however often the code reads it."""
-        return read_once(self.shards.values())
+        return read_once(self.shards.values(), self._parts)
 
     def late(self, late: bool) -> None:
         """Whether gradients of which each rank has a summand are added up behind clipping and accumulation, as

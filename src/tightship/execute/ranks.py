@@ -27,6 +27,7 @@ from torch import distributed as dist
 
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import BadInput, Enough, Infeasible, PeerFailed, TightshipError, Unsupported
+from tightship.execute.standstill import Lookout
 from tightship.frontends.torch import collectives, compat_distributed
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, Request
@@ -63,6 +64,7 @@ _HEARD: Final = timedelta(seconds=3)
 _ROLL_CALL: Final = timedelta(seconds=1.5)
 """Within which ranks say that they are there, where a connection has ended."""
 _GONE: Final = "has ended, or does not answer any more"
+_LEFT: Final = "others have ended a step while this rank waited elsewhere"
 _CONNECTION: Final = timedelta(minutes=1)
 """Within which all ranks join the control group, once all are there."""
 _LONGEST: Final = timedelta(days=7)
@@ -76,11 +78,12 @@ _PROBED: Final = (64, 1 << 20)
 
 
 class _Process:
-    """Of this process: the control group, the default group it belongs to, and how many times ranks have met; the
-    default group that waits for what is not sent any more."""
+    """Of this process: the control group, the default group it belongs to, what looks where ranks stand, and how many
+    times ranks have met; the default group that waits for what is not sent any more."""
 
     group: Any = None
     of: Any = None
+    lookout: Lookout | None = None
     unfinished: Any = None
     meetings: int = 0
 
@@ -92,7 +95,9 @@ _living: weakref.WeakSet[Ranks] = weakref.WeakSet()
 @atexit.register
 def _let_go() -> None:
     """Groups end, with their threads, while there is an interpreter: what holds them may live to its end."""
-    _process.group = _process.of = _process.unfinished = None
+    if _process.lookout is not None:
+        _process.lookout.end()
+    _process.group = _process.of = _process.unfinished = _process.lookout = None
     for ranks in [*_living]:
         ranks.let_go()
 
@@ -111,7 +116,7 @@ def together() -> Ranks | None:
             "start the ranks again, from a checkpoint"
         )
         raise BadInput(rule, place="fit")
-    if _process.of is not world:
+    if _process.of is not world or (_process.lookout is not None and _process.lookout.left):
         _process.group, _process.of = None, world
     _process.meetings += 1
     key = f"tightship/{_process.meetings}"
@@ -120,6 +125,9 @@ def together() -> Ranks | None:
     if _process.group is None:
         group = _process.group = compat_distributed.gloo_group(f"{key}/group", _CONNECTION)
         compat_distributed.set_timeout(group, _LONGEST)
+        if _process.lookout is not None:
+            _process.lookout.end()
+        _process.lookout = Lookout(store, key, dist.get_rank(), dist.get_world_size())
         ranks = Ranks(group, store, key)
         with ranks.ending_together("meeting"):
             ranks.same("versions (install the same on every rank)", _versions)
@@ -204,7 +212,7 @@ class Ranks(NotCopied):
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from None
-        self.wait(work)
+        self._wait(work, _process.lookout)
         return [bytes(buffer[r * slot : (r + 1) * slot]) for r in range(self.size)]
 
     def agreed(self, place: str, own: Callable[[], T], said: Callable[[T], Any]) -> tuple[T, list[Any]]:
@@ -264,6 +272,11 @@ class Ranks(NotCopied):
         if self._ended is not None:
             raise self._ended
         self._place, self._begun, self._writes = place, False, False
+        if _process.lookout is not None:
+            _process.lookout.follow()
+            if _process.lookout.left:
+                self._ended = self._noted(PeerFailed({}, place, _LEFT))
+                raise self._ended
         try:
             with collectives.sending(self.wait):
                 yield
@@ -311,20 +324,39 @@ class Ranks(NotCopied):
 
     def wait(self, work: Any) -> None:
         """Waits for what is sent, as long as no rank has failed. Raises ``PeerFailed``."""
+        self._wait(work, None)
+
+    def _wait(self, work: Any, lookout: Lookout | None) -> None:
+        """``lookout``: that of ranks which come from the caller's own code, and may not."""
+        start = monotonic()
         while True:
             try:
                 work.wait(_TURN)
-                return
+                break
             except RuntimeError as error:
                 if work.is_completed():
                     try:
                         work.wait()
-                        return
+                        break
                     except RuntimeError:
                         raise self._lost(error) from None
-            failed = self._failed()
+            failed = self._failed() or self._stand(lookout, monotonic() - start)
             if failed is not None:
                 raise failed
+        if lookout is not None:
+            lookout.heard()
+
+    def _stand(self, lookout: Lookout | None, seconds: float) -> PeerFailed | None:
+        """The error where others wait for this rank at another place than where it waits for them."""
+        try:
+            standing = {} if lookout is None else lookout.asked(seconds)
+        except RuntimeError as error:
+            return self._lost(error)
+        if not standing:
+            return None
+        assert lookout is not None
+        lookout.leave()
+        return self._noted(PeerFailed(standing, self._place), [*standing])
 
     def _failed(self) -> PeerFailed | None:
         """What other ranks have noted; or who is gone, where one of them asks who is there."""
@@ -506,8 +538,8 @@ def follow(graph: Graph, text: str, limit: int | None) -> Plan:
     assert other is not None
     if _ops_of(graph) != _ops_of(other) or any(s.kind not in _SIZELESS for s in plan.steps):
         raise Unsupported(
-            "batches of other shapes on some ranks, for which other ops run, or a plan that copies values,",
-            "no plan sends in the order of the other ranks'", "give all ranks batches of one shape",
+            "a step that runs other ops on some ranks, or on batches of other shapes by a plan that copies values,",
+            "no plan sends in the order of the other ranks'", "run the same code on batches of one shape everywhere",
         )  # fmt: skip
     capacity = None if limit is None else max(limit - graph.static_bytes, 0)
     line, layout = replay(graph, plan.steps), lay_out(graph, plan.steps, capacity=capacity)

@@ -8,15 +8,20 @@ and take them, or whole tensors.
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
+import warnings
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat_capture, compat_distributed
 from tightship.frontends.torch.collectives import (
     Division,
     gathered,
@@ -26,14 +31,75 @@ from tightship.frontends.torch.collectives import (
     share,
 )
 from tightship.frontends.torch.optimizer.given import each
+from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import map_leaves
 
 __all__ = [
-    "Placed", "Shard", "average_reads", "read_once", "send_together", "shard_model", "shard_optimizer", "shards_of",
-    "take_over", "take_over_placed",
+    "Placed", "Shard", "average_reads", "read_once", "say_parts", "send_together", "shard_model", "shard_optimizer",
+    "shards_of", "take_over", "take_over_placed",
 ]  # fmt: skip
 
-_MARK = "_tightship_shards"
+_MARK, _SAYS = "_tightship_shards", "_tightship_says_parts"
+
+
+class _Reading:
+    """Whether the code of a step runs; whether it is this module's own that has parts in hand; and whether a method
+    runs that reads whole parameters."""
+
+    active = own = whole = False
+
+    @contextmanager
+    def parts(self) -> Iterator[None]:
+        before, self.own = self.own, True
+        try:
+            yield
+        finally:
+            self.own = before
+
+    def by_caller(self) -> bool:
+        """Whether a parameter is read by code between steps, and not by a module that computes with it."""
+        computes = self.active or self.whole or torch.compiler.is_compiling() or compat_capture.in_a_module()
+        return not computes
+
+
+_reading = _Reading()
+
+
+Parts = Mapping[int, tuple[str, weakref.ref[torch.Tensor]]]
+"""Names of parameters of which ranks have parts, and these, by id."""
+
+
+class _NoParts(TorchFunctionMode):
+    """Refuses what the code of a step computes of parts that it has from elsewhere than an attribute of a module or
+    ``parameters()``: they may be taken for whole parameters without an error, where shapes broadcast."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _reading.own:
+            found = (self._parts.get(id(t)) for t in tensors_in((args, kwargs)))
+            part = next((row for row in found if row is not None and row[1]() is not None), None)
+            if part is not None:
+                return self._answer(part[0], func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of a question that is not for a tensor: whether it is trained, its type."""
+        refused = Unsupported(
+            f"the parameter {name!r} in the code of a step, read otherwise than by its module's attribute,",
+            "there it is this rank's part, and not the whole parameter",
+            "read it where the module has it (self.weight), or by parameters()",
+        )
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:  # as shapes do not fit
+            raise refused from error
+        if next(tensors_in(out), None) is not None:
+            raise refused
+        return out
 
 
 class Gathering:
@@ -45,6 +111,10 @@ class Gathering:
 
     def read(self, part: torch.Tensor) -> torch.Tensor:
         """The parameter. Inside of a step once: its gradients add up before they are sent, as in eager."""
+        with _reading.parts():
+            return self._now(part)
+
+    def _now(self, part: torch.Tensor) -> torch.Tensor:
         if self._read is None:
             return self.wholes([(self, part)])[0]
         grad = torch.is_grad_enabled()
@@ -97,8 +167,19 @@ class Part(Gathering):
         """What ``parameters`` of the model has in eager, for code inside of a step."""
         return self.read(part)
 
+    def between(self, part: torch.Tensor) -> Any:
+        """What code between steps has as a module's attribute: what it writes there is written to the part."""
+        return self.read(part)
+
     def is_part(self, t: Any) -> bool:
         raise NotImplementedError
+
+    def seen(self, part: torch.Tensor) -> Any:
+        """The part as torch's own tensor of several ranks, in the same memory, and its gradient likewise."""
+        made = self.distributed(part.detach())
+        if part.grad is not None:
+            made.grad = self.distributed(part.grad.detach().as_subclass(torch.Tensor))
+        return made
 
     def saved(self, t: Any) -> Any:
         """What a state dict has for a part; anything else as it is."""
@@ -125,10 +206,39 @@ class PartOfGradient(torch.Tensor):
             raise Unsupported(
                 "the norm of a gradient of which this rank has a part, or whether it is finite,",
                 "it would be another one on each rank, where that of the whole gradient is meant",
-                "give fit clip_norm=, skip_nonfinite= or scaler=, which ask all ranks",
+                "ask that of step.named_parameters(), which has DTensors, or give fit clip_norm=, skip_nonfinite= or "
+                "scaler=",
             )  # fmt: skip
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+class WrittenThrough(torch.Tensor):
+    """A whole parameter in the hands of code between steps: a tensor as any other, but that this rank's part of what
+    is written to it, or to a view of it, is written to the part of the parameter."""
+
+    base: Any
+    to: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            given = [t for t in tensors_in((args, kwargs or {})) if isinstance(t, WrittenThrough)]
+            homes = {t.untyped_storage().data_ptr(): t for t in given if t.numel()}
+            with torch.no_grad():
+                for t in homes.values():
+                    shard, part = t.to
+                    now = shard.part(t.base.detach().as_subclass(torch.Tensor))
+                    if not torch.equal(now, part):
+                        part.copy_(now)
+        if isinstance(out, torch.Tensor) and type(out) is not torch.Tensor:
+            out = out.as_subclass(torch.Tensor)
+        source = homes.get(out.untyped_storage().data_ptr()) if isinstance(out, torch.Tensor) else None
+        if source is not None and not isinstance(out, WrittenThrough):
+            out = out.as_subclass(WrittenThrough)
+            out.base, out.to = source.base, source.to
+        return out
 
 
 class Shard(Part):
@@ -191,8 +301,16 @@ class Shard(Part):
             return self.read(part)
         key = torch.is_grad_enabled(), id(part)
         if key not in self._listed:
-            self._listed[key] = self.distributed(part)
+            with _reading.parts():
+                self._listed[key] = self.distributed(part)
         return self._listed[key]
+
+    def between(self, part: torch.Tensor) -> Any:
+        if self._by_torch:  # as eager has it
+            return self.distributed(part.detach())
+        whole = self.read(part).as_subclass(WrittenThrough)
+        whole.base, whole.to = whole, (self, part)
+        return whole
 
     def reading(self, once: bool) -> None:
         super().reading(once)
@@ -367,16 +485,18 @@ def send_together(model: torch.nn.Module, ways: Mapping[int, Gathering], most: i
 
 
 @contextmanager
-def read_once(shards: Iterable[Gathering]) -> Iterator[None]:
+def read_once(shards: Iterable[Gathering], parts: Parts | None = None) -> Iterator[None]:
     """Inside, each parameter is gathered once, however often it is read; ``parameters`` of a model, too, has what its
-    modules read, as a penalty on weights asks for them."""
+    modules read, as a penalty on weights asks for them. ``parts`` are read in no other way."""
     shards = list(shards)
     for one in shards:
         one.reading(True)
     try:
-        with _listed_as_read() if shards else nullcontext():
+        with _listed_as_read() if shards else nullcontext(), _NoParts(parts) if parts else nullcontext():
+            _reading.active = True
             yield
     finally:
+        _reading.active = False
         for one in shards:
             one.reading(False)
 
@@ -407,6 +527,37 @@ def _listed_as_read() -> Iterator[None]:
         yield
     finally:
         kind.named_parameters = known  # type: ignore[method-assign]
+
+
+def say_parts(model: torch.nn.Module) -> None:
+    """Has the model warn, once, code that is given its parts where eager's would be given DTensors, or whole ones."""
+    if getattr(type(model), _SAYS, False):
+        return
+    kind, said = type(model), False
+
+    def named_parameters(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        nonlocal said
+        if not said and not _reading.active and (level := _callers_level()):
+            said = True
+            warnings.warn(_PARTS, stacklevel=level)
+        return kind.named_parameters(module, *args, **kwargs)
+
+    _read_by(model, {}, **{"named_parameters": named_parameters, _SAYS: True})
+
+
+_PARTS = (
+    "parameters() gives this rank's parts: what is done element by element is done to all, a norm or a count is of "
+    "the part alone; step.named_parameters() and state_dict() have DTensors, which ask all ranks"
+)
+
+
+def _callers_level() -> int:
+    """How far away the code is that asks for parameters; 0 for torch's, or this package's, own."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_globals.get("__name__") == torch.nn.Module.__module__ and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    own = frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tightship")
+    return 0 if own else level
 
 
 # --- models ---
@@ -448,6 +599,7 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
     done: dict[int, Part] = {}
     chosen: dict[torch.nn.Module, dict[str, Part]] = {}
     rows, casts = compat_distributed.fully_sharded(model), compat_distributed.fully_shard_casts(model)
+    methods = compat_distributed.forward_methods(model)
     compat_distributed.undo_fully_shard(model)
     for row in rows:
         p = row.parameter
@@ -462,8 +614,10 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
             chosen.setdefault(module, {})[name] = shard
     for module, shards in chosen.items():
         _mark(module, shards)
+    for module, name in methods:
+        _read_whole(module, name)
     for module, given, result in casts:
-        _cast(module, given, result)
+        _cast(module, given, result, [name for m, name in methods if m is module])
     _replace_in(optimizer, parts, done)
     return done
 
@@ -497,8 +651,26 @@ def _replace_in(optimizer: Any, parts: Mapping[int, torch.nn.Parameter], done: M
             one.state[part] = {k: done[id(part)].loaded(t) for k, t in one.state.pop(p).items()}
 
 
-def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtype | None) -> None:
-    """Has a module's floating-point inputs and outputs cast, as the policy for mixed precision said."""
+def _read_whole(module: torch.nn.Module, name: str) -> None:
+    """Has a method find whole parameters, as ``forward`` does."""
+    own = getattr(module, name)
+
+    @functools.wraps(own)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before, _reading.whole = _reading.whole, True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            _reading.whole = before
+
+    setattr(module, name, called)
+
+
+def _cast(
+    module: torch.nn.Module, given: torch.dtype | None, result: torch.dtype | None, methods: Iterable[str]
+) -> None:
+    """Has floating-point inputs and outputs of a module, and of methods of it, cast, as the policy for mixed
+    precision said."""
 
     def cast(dtype: torch.dtype | None, tree: Any) -> Any:
         def one(x: Any) -> Any:
@@ -510,6 +682,14 @@ def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtyp
         lambda _, args, kwargs: (cast(given, args), cast(given, kwargs)), prepend=True, with_kwargs=True
     )
     module.register_forward_hook(lambda _, args, out: cast(result, out))
+    for name in methods:
+        own = getattr(module, name)
+
+        @functools.wraps(own)
+        def called(*args: Any, _own: Any = own, **kwargs: Any) -> Any:
+            return cast(result, _own(*cast(given, args), **cast(given, kwargs)))
+
+        setattr(module, name, called)
 
 
 def average_reads(model: torch.nn.Module, done: Mapping[int, Part], among: Division) -> dict[int, Gathering]:
@@ -540,6 +720,8 @@ def _reader(name: str, shard: Gathering) -> Any:
     def read(module: torch.nn.Module) -> torch.Tensor:
         part = module._parameters[name]
         assert part is not None
+        if isinstance(shard, Part) and _reading.by_caller():
+            return shard.between(part)
         return shard.read(part)
 
     return read

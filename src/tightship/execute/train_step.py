@@ -118,6 +118,13 @@ class TrainStep(TrainVariants):
     def notes(self) -> tuple[str, ...]:
         return tuple(self._notes) if self._unplanned is not None else super().notes
 
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters with their gradients, by name. Those of which ranks have parts are DTensors in the
+        memory of this rank's: norms of them are those of all ranks, which all ask, and what is written to them, or
+        to their gradients between ``step.backward`` and ``step.update``, is written."""
+        for n, p in self._owned.parameters:
+            yield n, p if self._replicas is None else self._replicas.seen(n, p)
+
     # --- saving ---
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:

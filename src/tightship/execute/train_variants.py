@@ -540,10 +540,10 @@ class TrainVariants(Prepared):
 
 
 def _of_replica(loss: LossFn, replicas: Replicas) -> LossFn:
-    """Reads what is in parts once, and calls the model where the code has it in a DistributedDataParallel."""
+    """Reads what is in parts once, and calls modules where the code has them in a DistributedDataParallel."""
 
     def of_replica(model: torch.nn.Module, batch: Any) -> Any:
-        with replicas.read_once(), compat_distributed.module_in_ddp(replicas.model):
+        with replicas.read_once(), compat_distributed.modules_in_ddp():
             return loss(model, batch)
 
     return of_replica

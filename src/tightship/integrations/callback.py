@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
 
 from tightship.errors import BadInput
-from tightship.frontends.torch import compat_compile
+from tightship.execute.interpreter import Fallback
+from tightship.frontends.torch import compat_compile, compat_distributed
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, compiled_session
 from tightship.integrations.torch_partition import BackendOptions, read_options
 from tightship.units import format_bytes
 
 __all__ = ["CompileCallback"]
+
+_GATHERED = (
+    "parameters of fully_shard are gathered, sent and freed between graphs, where no plan counts them: the budget is "
+    "of each graph by itself, and not of this rank (tightship.fit plans all of a rank's step)"
+)
 
 _LOG = logging.getLogger("tightship.callback")
 
@@ -41,13 +48,15 @@ class CompileCallback:
         self.plans: tuple[Any, ...] = ()
         self.notes: tuple[str, ...] = ()
         self._model: Any = None
+        self._own_notes: tuple[str, ...] = ()
         self._cut: Any = None  # what Dynamo did before with a model in DistributedDataParallel
         self._session: Any = None  # kept, and with it what a percentage came to
         read_options(self.options)  # before anything is loaded
 
     def attach(self, model: Any, optimizers: Sequence[Any], *, accumulate: bool) -> None:
         """From here on the model runs as planned, within a budget that counts what ``optimizers`` take. Raises
-        ``BadInput`` for a model that is compiled already.
+        ``BadInput`` for a model that is compiled already. Of a model of ``fully_shard`` the budget is of each graph
+        by itself, which is said; under ``strict`` it is refused where it plans.
 
         ``accumulate``: gradients are there while the model runs.
         """
@@ -57,14 +66,22 @@ class CompileCallback:
         self._model = model
         plain = [_unwrapped(o) for o in optimizers if o is not None]
         counted = {"optimizer": plain or None, "accumulate": accumulate}
+        if self._each_by_itself(model):
+            counted["optimizer"], self._own_notes = None, (_GATHERED,)
+            warnings.warn(_GATHERED, Fallback, stacklevel=2)
         self._cut = compat_compile.cut_at_buckets(False)
         model.compile(backend="tightship", options={**counted, **self.options})
+
+    def _each_by_itself(self, model: Any) -> bool:
+        own = self.options.get("optimizer") is not None or bool(self.options.get("strict"))
+        return not own and compat_distributed.distributed_by(model) == "fully_shard"
 
     def look(self) -> None:
         """Take note of what has been planned so far."""
         if self._model is not None:
             self._session = compiled_session(self._model)
-            self.plans, self.notes = compiled_plans(self._model), compiled_notes(self._model)
+            self.plans = compiled_plans(self._model)
+            self.notes = (*self._own_notes, *compiled_notes(self._model))
 
     def metrics(self, prefix: str = "") -> dict[str, int]:
         """Numbers for any tracker: ``tracker.log(callback.metrics("memory/"))``, while training and after it.

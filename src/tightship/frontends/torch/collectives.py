@@ -85,15 +85,17 @@ def unsent() -> Iterator[None]:
         _state.sends = before
 
 
-def running(tensors: Sequence[Any], send: Callable[[Any], Any]) -> None:
+def running(tensors: Sequence[Any], send: Callable[[Any], Any], group: Any) -> None:
     """Sends each of the tensors, changed in place, by ``send(alias)``, which returns a work, and waits for all."""
-    Sent(tensors, send).result()
+    Sent(tensors, send, group).result()
 
 
 class Sent:
-    """What is being sent: each of the tensors, changed in place, by ``send(alias)``, which returns a work."""
+    """What is being sent among the ranks of ``group``: each of the tensors, changed in place, by ``send(alias)``,
+    which returns a work."""
 
-    def __init__(self, tensors: Sequence[Any], send: Callable[[Any], Any]) -> None:
+    def __init__(self, tensors: Sequence[Any], send: Callable[[Any], Any], group: Any) -> None:
+        self.group: str = group.group_name
         self._held = [*tensors]  # is written to until all works have ended, whatever becomes of the step
         sent = (send(_alias(t)) for t in tensors) if _state.sends else ()
         _in_flight.add(self)
@@ -193,7 +195,7 @@ class Collective:
         """Each rank's part, in place, as that rank has it."""
         group = resolved(group)
         ranks = iter(dist.get_process_group_ranks(group))
-        return Sent(parts, lambda t: dist.broadcast(t, next(ranks), group=group, async_op=True))
+        return Sent(parts, lambda t: dist.broadcast(t, next(ranks), group=group, async_op=True), group)
 
     def _all_gather_into_tensor_coalesced(self, xs: Sequence[Any], size: int, group: Any) -> list[Any]:
         outs = [x.new_empty((x.shape[0] * size if x.dim() else size, *x.shape[1:])) for x in xs]
@@ -241,7 +243,7 @@ class Collective:
         out = x if self.name.endswith("_") else x.clone(memory_format=torch.contiguous_format)
         row = out if compat.is_dense(out) else out.contiguous()
         group = resolved(group)
-        running([row], lambda t: dist.broadcast(t, group_src=source, group=group, async_op=True))
+        running([row], lambda t: dist.broadcast(t, group_src=source, group=group, async_op=True), group)
         return out if row is out else out.copy_(row)
 
     def _all_to_all_single(self, x: Any, outs: Sequence[int], ins: Sequence[int], group: Any) -> Any:
@@ -250,13 +252,15 @@ class Collective:
         width = out[:1].numel() if sum(outs) else 1
         given, taken = ([n * width for n in sizes] for sizes in (ins, outs))
         running(
-            [out], lambda t: dist.all_to_all_single(t, _alias(row), taken, given, group=group, async_op=True)
+            [out],
+            lambda t: dist.all_to_all_single(t, _alias(row), taken, given, group=group, async_op=True),
+            group,
         )
         return out
 
     def _reduced(self, row: Any, op: str, group: Any) -> None:
         group, how = resolved(group), reduction(op)
-        running([row], lambda t: dist.all_reduce(t, how, group=group, async_op=True))
+        running([row], lambda t: dist.all_reduce(t, how, group=group, async_op=True), group)
 
     # --- what planning asks ---
 

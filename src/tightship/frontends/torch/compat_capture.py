@@ -68,6 +68,14 @@ def running_modules() -> list[torch.nn.Module]:
     return found[::-1]
 
 
+def in_a_module() -> bool:
+    """Whether the call of a module is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame is not None
+
+
 _CALL = torch.nn.Module._call_impl.__code__
 
 

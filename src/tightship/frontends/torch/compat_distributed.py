@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightship.errors import Unsupported
@@ -49,6 +51,38 @@ def process_group(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
+def name_of_group(group: Any) -> str:
+    """The name of a process group, as ops of torch.distributed are given it."""
+    given = torch.distributed.ProcessGroup.unbox(group) if isinstance(group, torch._C.ScriptObject) else group
+    name: str = given.group_name
+    return name
+
+
+def reduction_name(how: Any) -> str:
+    """The name that functional collectives have for a reduction, as ops of torch.distributed are given it."""
+    with torch.no_grad():  # asks by TorchScript, which is refused where gradients may go through it
+        kind = torch.distributed.ReduceOp.RedOpType(how.op())
+    name: str = kind.name
+    return name.lower()
+
+
+class _Ended:
+    """What ops of torch.distributed return that have ended; made when first needed, as there may be no such ops."""
+
+    work: Any = None
+    boxed: Any = None
+
+
+def ended_work() -> Any:
+    """A work of torch.distributed that has ended."""
+    if _Ended.boxed is None:
+        from torch._C._distributed_c10d import FakeWork, Work
+
+        _Ended.work = FakeWork()  # kept, so that whoever unboxes it gets this one
+        _Ended.boxed = Work.boxed(_Ended.work)
+    return _Ended.boxed
+
+
 def mesh_of(name: str, device: str) -> Any:
     """The mesh of the ranks of a group."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -57,6 +91,36 @@ def mesh_of(name: str, device: str) -> Any:
     if group is torch.distributed.group.WORLD:
         return init_device_mesh(device, (world_size(),))
     return DeviceMesh.from_group(group, device)
+
+
+def name_of_all() -> str:
+    """The name of the default process group."""
+    name: str = torch.distributed.group.WORLD.group_name
+    return name
+
+
+def collectives_begun(name: str) -> int | None:
+    """How many collectives this rank has begun among a group; None of a group that it does not know, or that does not
+    count."""
+    try:
+        count: int = process_group(name)._get_sequence_number_for_group()
+    except (RuntimeError, ValueError, KeyError):
+        return None
+    return count
+
+
+def call_of(frame: Any) -> tuple[str, str | None] | None:
+    """If a frame is of torch.distributed's own code: what it calls that sends, and among whom, as far as it says."""
+    module = frame.f_globals.get("__name__", "")
+    if not module.startswith("torch.distributed") or module.endswith("c10d_logger"):
+        return None
+    name, own = frame.f_code.co_name, frame.f_locals
+    group = own.get("group")
+    among = group.group_name if isinstance(group, torch.distributed.ProcessGroup) else None
+    if among is None and module == "torch.distributed.distributed_c10d" and "group" in own:
+        among = name_of_all()
+    short = "torch.distributed" if module == "torch.distributed.distributed_c10d" else module
+    return f"{short}.{name}", among
 
 
 def process_groups_store() -> Any:
@@ -114,7 +178,15 @@ def expire(stand_in: torch.Tensor, kind: type) -> None:
 
 
 @contextmanager
-def shapes_asked_outside() -> Iterator[None]:
+def captured_alike() -> Iterator[None]:
+    """Inside, what torch.distributed does beside the ops of a step is done where no mode of the caller's sees it, and
+    by the same ops on each rank."""
+    with _shapes_asked_outside(), _parts_exchanged():
+        yield
+
+
+@contextmanager
+def _shapes_asked_outside() -> Iterator[None]:
     """Inside, DTensors ask what results look like as a whole where no mode of the caller's sees the question."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -130,6 +202,28 @@ def shapes_asked_outside() -> Iterator[None]:
         yield
     finally:
         setattr(ShardingPropagator, name, known)
+
+
+@contextmanager
+def _parts_exchanged() -> Iterator[None]:
+    """Inside, the differentiable exchange of ``torch.distributed.nn``, where it is used, is one collective: with gloo
+    it is a scatter from one rank after the other, which is another op on each."""
+    there = sys.modules.get("torch.distributed.nn.functional")
+    if there is None:
+        yield
+        return
+    known = vars(there._AlltoAll)["forward"]
+    there._AlltoAll.forward = staticmethod(_exchange)
+    try:
+        yield
+    finally:
+        there._AlltoAll.forward = known
+
+
+def _exchange(ctx: Any, group: Any, outs: Any, *tensors: Any) -> tuple[Any, ...]:
+    ctx.group, ctx.input_tensor_size_list = group, [t.size() for t in tensors]
+    torch.distributed.all_to_all(outs, [t.contiguous() for t in tensors], group=group)
+    return tuple(outs)
 
 
 class Placed(NamedTuple):
@@ -381,8 +475,23 @@ def fully_shard_casts(
     return rows
 
 
+def forward_methods(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    """Methods that ``fully_shard`` was told of, beside ``forward`` (``register_fsdp_forward_method``)."""
+    found = []
+    for modules, state in _fully_shard_states(model):
+        own = sys.modules[type(state).__module__].__package__
+        for module in modules:
+            for name, x in vars(module).items():
+                made = isinstance(x, types.MethodType) and hasattr(x.__func__, "__wrapped__")
+                if made and str(x.__func__.__globals__.get("__name__")).startswith(f"{own}."):
+                    found.append((module, name))
+    return found
+
+
 def undo_fully_shard(model: torch.nn.Module) -> None:
     """Takes the hooks and the class of ``fully_shard`` from a model whose parameters have been replaced."""
+    for module, name in forward_methods(model):
+        vars(module)[name] = vars(module)[name].__func__.__wrapped__
     for modules, state in _fully_shard_states(model):
         for group in state._fsdp_param_groups:
             handles = [
@@ -403,16 +512,46 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
 
 
 class _LetGo:
-    """In the place of what DistributedDataParallel sends with."""
+    """In the place of what DistributedDataParallel sends with: it lets forward passes by, and no backward pass."""
+
+    def _nothing(self, *_: Any) -> bool:
+        return False
+
+    set_runtime_stats_and_log = prepare_for_forward = prepare_for_backward = _rebuild_buckets = _nothing
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a question of what it is, as ``hasattr`` and ``copy`` ask it
             raise AttributeError(name)
-        raise Unsupported(
-            "a training step of a DistributedDataParallel that tightship.fit has taken over",
-            "its buckets are no more, so that they take no memory beside the budget",
-            "call the step that fit has returned, or put the module into a new DistributedDataParallel",
-        )
+        raise _no_training()
+
+
+def _no_training() -> Unsupported:
+    return Unsupported(
+        "a backward pass through a DistributedDataParallel that tightship.fit has taken over",
+        "its buckets are no more, so that they take no memory beside the budget",
+        "call the step that fit has returned, or put the module into a new DistributedDataParallel",
+    )
+
+
+def _ends_backward(ddp: Any, _: Any, out: Any) -> None:
+    """Behind a forward pass outside of a step: gradients that come to what it returns would not be averaged."""
+
+    def refused(_: Any) -> None:
+        raise _no_training()
+
+    if torch.is_grad_enabled() and not _inside.a_step:
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                t.register_hook(refused)
+
+
+class _Inside:
+    """Whether the code of a step runs."""
+
+    a_step = False
+
+
+_inside = _Inside()
 
 
 class Buckets(NamedTuple):
@@ -449,23 +588,21 @@ def sending_nothing(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def module_in_ddp(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, a DistributedDataParallel of ``model``, or of a part of it, calls its module and does nothing else:
-    code that has the one in hand where it is given the other does the same."""
+def modules_in_ddp() -> Iterator[None]:
+    """Inside of a step, a DistributedDataParallel calls its module and does nothing else: that of the step's model,
+    which the code may have in hand, and others, whose gradients are none of this step's."""
     kind = torch.nn.parallel.DistributedDataParallel
-    known = kind.forward
+    known, before = kind.forward, _inside.a_step
 
     def forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(m is ddp.module for m in model.modules()):
-            return known(ddp, *args, **kwargs)
         buffers_change(ddp)
         return ddp.module(*args, **kwargs)
 
-    kind.forward = forward  # type: ignore[method-assign]
+    kind.forward, _inside.a_step = forward, True  # type: ignore[method-assign]
     try:
         yield
     finally:
-        kind.forward = known  # type: ignore[method-assign]
+        kind.forward, _inside.a_step = known, before  # type: ignore[method-assign]
 
 
 def buffers_change(ddp: Any) -> None:
@@ -475,8 +612,18 @@ def buffers_change(ddp: Any) -> None:
 
 
 def let_go_of_buckets(ddp: Any) -> None:
-    """Frees the buckets of a DistributedDataParallel, a copy of its parameters; it evaluates as before."""
+    """Frees the buckets of a DistributedDataParallel, a copy of its parameters; its forward passes are as before."""
     ddp.reducer = ddp.logger = _LetGo()
+    ddp.join_hook = _no_join
+    ddp.register_forward_hook(_ends_backward)
+
+
+def _no_join(**_: Any) -> None:
+    raise Unsupported(
+        "Join around a DistributedDataParallel that tightship.fit has taken over",
+        "a rank without batches would have to send what the plan of the others sends",
+        "have all ranks take as many steps (drop_last=True, or the least number of batches of all)",
+    )
 
 
 def own_ddp_options(ddp: Any) -> list[str]:
@@ -490,9 +637,16 @@ def own_ddp_options(ddp: Any) -> list[str]:
         options.append("no_sync()")
     if ddp.parameters_to_ignore or ddp._delay_all_reduce_params:
         options.append("parameters that it leaves to others")
+    if ddp._join_config.enable:
+        options.append("Join (ranks with fewer batches)")
     if hasattr(ddp, "buffer_hook"):
         options.append("a buffer hook")
     return options
+
+
+def taken_apart(ddp: Any) -> bool:
+    """Whether a DistributedDataParallel takes DTensors of tensor parallelism apart around each forward pass."""
+    return any(hasattr(p, "_st_info") for p in ddp.module.parameters())
 
 
 def is_collective(fn: Any) -> bool:

@@ -239,6 +239,7 @@ class _LifeRecorder(Recorder):
     once; but memory of others (an array of NumPy's) lives from its first use until nobody has a tensor on it."""
 
     splits = False  # eager holds what both gradients read and make together
+    functional = False
     tape: _LifeTape
     sparse: LoopSparse
 
@@ -428,7 +429,7 @@ class EagerLoop(Capture):
             enter(compat_distributed.sharding_stand_ins(self.model))
             self.tape.there = ""
             if compat_distributed.distributed_by(self.model):
-                enter(compat_distributed.shapes_asked_outside())
+                enter(compat_distributed.captured_alike())
             enter(compat_capture.resizes_seen(self.tape.resized))
             enter(compat_distributed.sending_nothing(self.model))
             if backend is not None:

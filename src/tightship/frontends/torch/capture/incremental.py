@@ -80,7 +80,7 @@ class StepCapture(Capture):
 
     @contextmanager
     def executing(self) -> Iterator[None]:
-        with compat_distributed.shapes_asked_outside(), self.mode, self.recorder:
+        with compat_distributed.captured_alike(), self.mode, self.recorder:
             yield
 
     def instead(self, func: Any) -> Any:

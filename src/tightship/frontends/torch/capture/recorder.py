@@ -22,6 +22,7 @@ from tightship.frontends.torch.capture.data_guards import (
     zeros_like,
 )
 from tightship.frontends.torch.capture.random_state import drawn
+from tightship.frontends.torch.capture.sent_in_place import functional
 from tightship.frontends.torch.capture.sparse import SparseGradients
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker, check_plain
 from tightship.frontends.torch.program import leaves_in, map_tree, tensors_in
@@ -37,6 +38,8 @@ class Recorder(compat.TorchDispatchMode):
 
     splits = True
     """Whether gradients that kernels of their own compute are ops of their own."""
+    functional = True
+    """Whether collectives that write to what they are given become those that return what they make."""
 
     def __init__(self, tape: Tape, fake: Any, tracker: Tracker) -> None:
         super().__init__()
@@ -78,6 +81,8 @@ class Recorder(compat.TorchDispatchMode):
             return NotImplemented  # the ops that it makes of this one, on each rank's own part, come here
         if fn is _DEVICE and compat.is_fake(args[0]):  # autograd asks this several times an op
             return compat.device_of_fake(args[0])
+        if self.functional and (out := self._sent(fn, args)) is not NotImplemented:
+            return out
         kwargs = kwargs or {}
         if fn.namespace in ("prim", "profiler") or not hasattr(fn, "_schema"):
             return fn(*args, **kwargs)
@@ -110,6 +115,13 @@ class Recorder(compat.TorchDispatchMode):
         with self:
             onward, _, _ = _CONVOLUTION_BACKWARD(*rest, [True, False, False])
             return (onward, *_CONVOLUTION_BACKWARD(*rest, [False, weights, bias])[1:])
+
+    def _sent(self, fn: Any, args: Any) -> Any:
+        """What a collective in place returns; ``NotImplemented`` for other ops."""
+        if fn.namespace != "c10d":
+            return NotImplemented
+        with self:
+            return functional(fn, args)
 
     def _of_form(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Memory of the form that a tensor has, by an op that doesn't read the tensor: its bytes need not be there

@@ -180,7 +180,7 @@ class Capture:
     def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | Several | None) -> Program:
         updates, wanted = self._wanted(optimizer)
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
-        outside = compat_distributed.shapes_asked_outside()
+        outside = compat_distributed.captured_alike()
         with untouched(self.model, self.changes), quiet, outside, torch.enable_grad():
             fakes = self._fakes()
             results, gradients = self._run(loss_fn, fakes, wanted)

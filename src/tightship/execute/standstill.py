@@ -1,0 +1,157 @@
+"""Ranks that wait for one another at different places: one in a step, another in a collective of the caller's own.
+
+A rank that has had fewer batches, and goes to a barrier, never comes to the step in which the others wait for it, and
+they never come to the barrier. Nobody fails there, so a thread of each process looks, when asked, where the caller's
+code stands: in a collective of torch.distributed, of which group, and how many of it there were. If who asks, in a
+step, has not begun as many of that group, neither can go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Final, NamedTuple
+
+from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch.collectives import Sent
+
+__all__ = ["Lookout"]
+
+_POLL: Final = 0.4
+"""Seconds between two looks."""
+_PATIENCE: Final = 0.8
+"""Seconds that a rank waits for others until it asks where they are."""
+_STANDS: Final = 1.0
+"""Seconds in one call after which a rank is taken to stand there; three times as many if its group is not known."""
+
+
+class _Standing(NamedTuple):
+    """Where a rank stands: ``call``, which ``place`` in the caller's code makes; the name of the group, and how many
+    collectives of it this rank has begun."""
+
+    call: str
+    place: str
+    group: str
+    begun: int
+    known: bool
+    """Whether the group is that of the call, or taken to be the default one."""
+    inner: Any
+    """Which call it is."""
+
+
+class Lookout:
+    """Of one process, beside a control group. ``store`` and ``key`` are the same on all ranks."""
+
+    def __init__(self, store: Any, key: str, rank: int, size: int) -> None:
+        self._store, self._key, self._rank, self._size = store, f"{key}/look", rank, size
+        self._ended, self._asks, self._stood = threading.Event(), False, False
+        self._followed = threading.get_ident()
+        self._thread = threading.Thread(target=self._look, name="tightship-lookout", daemon=True)
+        self._thread.start()
+
+    def follow(self) -> None:
+        """This thread is the one that calls steps."""
+        self._followed = threading.get_ident()
+
+    def end(self) -> None:
+        self._ended.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2)
+
+    # --- the rank that waits in a step ---
+
+    def asked(self, seconds: float) -> dict[int, str]:
+        """To be called now and then by a rank that has waited for so many ``seconds`` in a step: the ranks that stand
+        where they wait for this one, and in what. Raises ``RuntimeError`` where the store is gone."""
+        if seconds < _PATIENCE:
+            return {}
+        self._asks = True
+        if not self._store.check([f"{self._key}/asked"]):
+            self._store.set(f"{self._key}/asked", b"1")
+        if not self._store.check([f"{self._key}/any"]):
+            return {}
+        found = {}
+        for r in range(self._size):
+            if r == self._rank or not self._store.check([f"{self._key}/{r}"]):
+                continue
+            told = _Standing(*json.loads(self._store.get(f"{self._key}/{r}")))
+            mine = compat_distributed.collectives_begun(told.group)
+            if mine is not None and mine < told.begun:
+                found[r] = (
+                    f"waits in {told.call} ({told.place}), to which rank {self._rank}, in a step, does not come: "
+                    "all ranks take as many steps (drop_last=True, or the least number of batches), and send alike"
+                )
+        return found
+
+    def heard(self) -> None:
+        """To be called when the others have come, if they were asked for. Raises ``RuntimeError`` as `asked`."""
+        if self._asks:
+            self._asks = False
+            self._store.delete_key(f"{self._key}/asked")
+
+    def leave(self) -> None:
+        """To be called by a rank that ends, as others do not come: what it has sent to them is still there."""
+        self._store.set(f"{self._key}/left", b"1")
+
+    # --- the rank that is looked at ---
+
+    @property
+    def left(self) -> bool:
+        """Whether others have left while this rank stood elsewhere, so that they are not to be met any more."""
+        try:
+            return self._stood and bool(self._store.check([f"{self._key}/left"]))
+        except RuntimeError:  # the store is gone, as will be found
+            return False
+
+    def _look(self) -> None:
+        """Ends with the store or the process group, or when told."""
+        seen: Any = None
+        since, told = 0.0, False
+        with suppress(RuntimeError):
+            while not self._ended.wait(_POLL) and compat_distributed.world_size() > 1:
+                if not self._store.check([f"{self._key}/asked"]):
+                    continue
+                now = _standing(self._followed)  # and no frame, which would keep what its code has let go
+                if now is None or now != seen:
+                    seen, since = now, monotonic()
+                    if told:
+                        self._store.delete_key(f"{self._key}/{self._rank}")
+                    told = False
+                elif not told and monotonic() - since >= (_STANDS if now.known else 3 * _STANDS):
+                    self._stood = True
+                    self._store.set(f"{self._key}/{self._rank}", json.dumps(now))
+                    self._store.set(f"{self._key}/any", b"1")
+                    told = True
+
+
+def _standing(thread: int) -> _Standing | None:
+    """Where a thread is that sends outside of a step; None where it does not."""
+    frame: Any = sys._current_frames().get(thread)
+    inner = None if frame is None else (id(frame), frame.f_lasti)
+    call, group = "", None
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module == _RANKS and frame.f_code.co_name == "wait":
+            return None  # in a step itself
+        if frame.f_code is Sent.result.__code__:
+            call, group = "a gather of parameters outside of a step", frame.f_locals["self"].group
+        elif (kind := compat_distributed.call_of(frame)) is not None:
+            call, group = kind[0], group or kind[1]
+        if module.partition(".")[0] not in _LIBRARIES:
+            break
+        frame = frame.f_back
+    name = group or compat_distributed.name_of_all()
+    begun = compat_distributed.collectives_begun(name)
+    if not call or frame is None or begun is None:
+        return None
+    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return _Standing(call, place, name, begun, group is not None, inner)
+
+
+_RANKS: Final = f"{__package__}.ranks"
+_LIBRARIES: Final = ("torch", "tightship", "typing_extensions", "contextlib", "functools")
+"""Whose code is not the caller's own."""

@@ -1,0 +1,348 @@
+"""One rank: training loops as people write them, in eager and with ``fit``."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn import functional as differentiable
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch_worker import Own, Tied, both, row, sharded, word_loss, words
+from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
+
+import tightship
+from tightship.execute.interpreter import Fallback
+from tightship.integrations.callback import CompileCallback
+
+# --- losses that send ---
+
+
+class Gathered(torch.autograd.Function):
+    """As many repositories have it: what all ranks have, whose gradient adds up over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, x.contiguous())
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def contrastive(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    rows, others = F.normalize(rows, dim=-1), F.normalize(others, dim=-1)
+    return F.cross_entropy(rows @ others.T / 0.1, torch.arange(len(rows)))
+
+
+def differentiably(m: Any, batch: Any) -> torch.Tensor:
+    x, y = (torch.cat(differentiable.all_gather(t)) for t in (m(batch[0]), batch[1]))
+    return contrastive(x, y)
+
+
+def by_a_function(m: Any, batch: Any) -> torch.Tensor:
+    return contrastive(Gathered.apply(m(batch[0])), Gathered.apply(batch[1]))  # type: ignore[no-untyped-call]
+
+
+def in_place(m: Any, batch: Any) -> torch.Tensor:
+    """Barlow's cross-correlation, whose sum over ranks autograd does not see; numbers of rows; others' tensors."""
+    x, size = m(batch[0]), dist.get_world_size()
+    correlation = (x.T @ batch[1]).div(len(x) * size)
+    dist.all_reduce(correlation)
+    count = torch.tensor([float(len(x))])
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, async_op=True).wait()
+    first, largest = batch[1][:2].clone(), batch[1].new_empty(size * len(x), x.shape[1])
+    dist.broadcast(first, src=1)
+    dist.all_gather_into_tensor(largest, batch[1])
+    other = torch.empty_like(batch[1])
+    dist.all_to_all_single(other, batch[1])
+    part = torch.empty_like(other)
+    dist.reduce_scatter_tensor(part, largest)
+    rest = (x[:2] - first).pow(2).mean() + (x - other).pow(2).sum() / count + (x - part).pow(2).mean()
+    return correlation.diagonal().sub(1).pow(2).sum() + rest.sum()
+
+
+def reduced(m: Any, batch: Any) -> torch.Tensor:
+    """A mean over the rows of all ranks, with its gradient."""
+    count = differentiable.all_reduce(torch.tensor(float(len(batch[0]))) * 1.0)
+    x = m(batch[0])
+    mean = differentiable.all_reduce(x.mean(0)) / dist.get_world_size()
+    return F.mse_loss(x, batch[1]) * len(x) / count + mean.pow(2).sum()
+
+
+def losses_that_send() -> Any:
+    rows = {}
+    for loss in (differentiably, by_a_function, in_place, reduced):
+        for wrap in (DistributedDataParallel, sharded)[: 1 + (loss in (differentiably, in_place))]:
+            rows[f"{loss.__name__} {wrap.__name__}"] = both(
+                model, loss, batches(3), wrap=wrap, budget="static+70%"
+            )
+
+    def to_one(m: Any, batch: Any) -> torch.Tensor:
+        loss = loss_of(m, batch)
+        dist.reduce(loss.detach().clone(), 0)
+        return loss
+
+    m = DistributedDataParallel(model())
+    given = batches()[0]
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    rows["reduce"] = caught(lambda: tightship.fit(m, to_one, optimizer, given, "100%"))
+    return rows
+
+
+# --- parameters that code has from elsewhere ---
+
+
+class Held(torch.nn.Module):
+    """A scale that a list holds, too; the part of one rank has a shape that broadcasts."""
+
+    def __init__(self, listed: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.randn(2, 1))
+        self.layer = torch.nn.Linear(WIDTH, 7)
+        self.scales = [self.scale] if listed else []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scales[0] if self.scales else self.scale
+        assert scale.requires_grad
+        return (self.layer(x)[:, None] * scale).mean(1)
+
+
+def held_elsewhere() -> Any:
+    given = batches()[0]
+
+    def fitted(m: torch.nn.Module) -> Any:
+        return tightship.fit(m, loss_of, adamw(m), given, "100%", parallel=tightship.DataParallel(shard=True))
+
+    return {"list": caught(lambda: fitted(Held())), "attribute": caught(lambda: fitted(Held(listed=False)))}
+
+
+def written_between_steps() -> Any:
+    """Parameters that code changes where modules have them: by methods in place, views, and functions of torch."""
+    rows: dict[str, Any] = {}
+    wraps = {
+        "eager": DistributedDataParallel,
+        "shard": lambda m: m,
+        "fully_shard": sharded,
+        "eager of it": sharded,
+    }
+    for how, wrap in wraps.items():
+        m = wrap(model())
+        o, given, losses = torch.optim.SGD(m.parameters(), 0.1), batches(3), []
+        options = {"parallel": tightship.DataParallel(shard=True)} if how == "shard" else {}
+        step: Any = None
+        for b in given:
+            if how.startswith("eager"):
+                o.zero_grad()
+                loss = loss_of(m, b)
+                loss.backward()
+                o.step()
+            else:
+                step = step or tightship.fit(m, loss_of, o, b, "100%", **options)
+                loss = step(b)
+            losses.append(loss.item())
+            inner = m.module if how == "eager" else m
+            layers = [n for n in inner if isinstance(n, torch.nn.Linear)]
+            with torch.no_grad():
+                layers[0].bias.zero_()
+                layers[0].weight.mul_(0.5)
+                torch.nn.init.constant_(layers[1].bias, 0.25)
+                if how in ("eager", "shard"):
+                    layers[1].weight[1:3].fill_(0.5)
+                    layers[1].weight.data[0, :2] = 1.0
+                    layers[0].weight.add_(layers[0].weight.abs().mean())
+                losses += [float(loss_of(m, b)), float(whole_sum(layers[1].weight))]
+        rows[how] = losses
+    return rows
+
+
+def whole_sum(t: torch.Tensor) -> torch.Tensor:
+    total: Any = t.sum()
+    made: torch.Tensor = total.full_tensor() if hasattr(total, "full_tensor") else total
+    return made
+
+
+# --- two models ---
+
+
+def adversaries() -> Any:
+    """Each in a DistributedDataParallel, which the other's step calls; and the loop between steps, with gradients."""
+    rows = {}
+    for planned in (False, True):
+        torch.manual_seed(0)
+        maker = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()))
+        judge = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()))
+        o, second, losses = adamw(maker), adamw(judge), []
+
+        def judged(m: Any, batch: Any) -> torch.Tensor:
+            return F.softplus(m(batch[0])).mean() + F.softplus(-m(batch[1])).mean()
+
+        def made(m: Any, x: Any, judge: Any = judge) -> torch.Tensor:
+            return F.softplus(-judge(m(x))).mean()
+
+        steps: Any = None
+        for x, _ in batches(3):
+            both_ = maker(x).detach(), x
+            if planned:
+                steps = steps or (
+                    tightship.fit(maker, made, o, x, "100%"),
+                    tightship.fit(judge, judged, second, both_, "100%"),
+                )
+                losses += [steps[1](both_), steps[0](x)]
+                continue
+            for m, fn, optimizer, given in ((judge, judged, second, both_), (maker, made, o, x)):
+                optimizer.zero_grad()
+                loss = fn(m, given)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+        rows["fit" if planned else "eager"] = [
+            row(losses, m.module, n) for m, n in ((maker, o), (judge, second))
+        ]
+    return rows
+
+
+# --- ranks that do not do the same ---
+
+
+def fewer_batches() -> Any:
+    """A rank that goes to a barrier when its batches are over, and one that has another; then both train on."""
+    m = DistributedDataParallel(model())
+    o, given = adamw(m), batches(3)
+    step = tightship.fit(m, loss_of, o, given[0], "100%")
+    rows: dict[str, Any] = {"taken": [step(b).item() for b in given[:2]]}
+    before = digest(m.parameters())
+    rows["joined"] = caught(lambda: Join([m]))
+    rows["error"] = caught(lambda: step(given[2]) if dist.get_rank() == 0 else dist.barrier())
+    rows["again"] = caught(lambda: step(given[2]))["text"]
+    if dist.get_rank() == 0:
+        dist.barrier()
+    rows["unchanged"] = before == digest(m.parameters())
+    step = tightship.fit(m.module, loss_of, o, given[0], "100%", parallel=tightship.DataParallel())
+    step(given[2])
+    rows["digest"] = digest(m.module.parameters())
+    return rows
+
+
+def evaluated_by_one() -> Any:
+    """Parameters in parts are gathered by all ranks, or by none."""
+    m = model()
+    x, _ = given = batches()[0]
+    step = tightship.fit(m, loss_of, adamw(m), given, "100%", parallel=tightship.DataParallel(shard=True))
+    step(given)
+
+    def evaluated() -> None:
+        with torch.no_grad():
+            m(x)
+
+    error = caught(evaluated if dist.get_rank() == 0 else lambda: step(given))
+    if dist.get_rank():
+        evaluated()
+    return error
+
+
+# --- norms for a log ---
+
+
+def placed(m: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(m, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def logged() -> Any:
+    """Norms of parameters and gradients in a loop that clips by torch's own function, and who is told of parts."""
+
+    def number(t: Any) -> float:
+        return float((t.full_tensor() if hasattr(t, "full_tensor") else t).item())
+
+    rows: dict[str, Any] = {}
+    for wrap in (sharded, placed):
+        rows[wrap.__name__] = mine = {}
+        for planned in (False, True):
+            m = wrap(model())
+            o, norms, losses = adamw(m), [], []
+            given = batches(2) if wrap is sharded else [batches()[0]] * 2
+            if wrap is placed:
+                for t in given[0]:
+                    dist.broadcast(t, 0)
+            step: Any = None
+            for b in given:
+                if planned:
+                    step = step or tightship.fit(m, loss_of, o, b, "100%", split=True)
+                    losses.append(step.backward(b))
+                    own = [p for _, p in step.named_parameters()]
+                else:
+                    loss = loss_of(m, b)
+                    loss.backward()
+                    losses.append(loss.detach())
+                    own = list(m.parameters())
+                norms += [number(p.detach().norm()) for p in own] + [number(p.grad.norm()) for p in own]
+                if wrap is sharded:
+                    norms.append(number(torch.nn.utils.clip_grad_norm_(own, 0.05)))
+                (step.update if planned else o.step)()
+                o.zero_grad()
+            mine["fit" if planned else "eager"] = {"norms": norms, **row(losses, m, o)}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            m.state_dict()
+            step.state_dict(full=True)
+            quiet = len(said)
+            total = [sum(p.norm() for p in m.parameters()) for _ in range(2)]
+        mine["said"] = [quiet, len(total), *(f"{Path(w.filename).name} {w.message}" for w in said)]
+    return rows
+
+
+# --- trainers ---
+
+
+def of_own_layers() -> Any:
+    """Of which Dynamo compiles one, as it is none of torch's."""
+    m = Tied()
+    m.layers[1] = Own(WIDTH, WIDTH)
+    return m
+
+
+def trained_by_a_callback() -> Any:
+    """A model of ``fully_shard`` in the hands of what trainers' callbacks share."""
+    rows: dict[str, Any] = {}
+    for planned in (False, True):
+        m = sharded(of_own_layers())
+        o = adamw(m)
+        callback = CompileCallback("100%", say=None)
+        if planned:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                callback.attach(m, [o], accumulate=False)
+            rows["warned"] = [str(w.message) for w in found if w.category is Fallback]
+        losses = []
+        for b in words():
+            o.zero_grad()
+            loss = word_loss(m, b)
+            loss.backward()
+            o.step()
+            losses.append(loss.detach())
+        callback.look()
+        rows["fit" if planned else "eager"] = row(losses, m, o)
+        rows["notes"], rows["graphs"] = list(callback.notes), len(callback.plans)
+        callback.detach()
+    m = sharded(of_own_layers())
+    strict = CompileCallback("90%", say=None, strict=True)
+    strict.attach(m, [adamw(m)], accumulate=False)
+    rows["strict"] = caught(lambda: word_loss(m, words()[0]))
+    strict.detach()
+    return rows
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,82 @@
+"""Training loops as people write them, on several ranks: the bits of eager's, each rank within its budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ranks import Rows, as_planned, run, seconds_to_error
+
+TOGETHER = (
+    "losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged",
+    "adversaries", "held_elsewhere", "written_between_steps",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return run(*TOGETHER, worker="loop_worker.py")
+
+
+def test_losses_send_as_their_code_says_it(rows: Rows) -> None:
+    for row in rows["losses_that_send"]:
+        refused = row.pop("reduce")
+        assert "torch.distributed.reduce inside of a step is not supported" in refused["text"]
+        assert len(row) == 6
+        for name, one in row.items():
+            for what, eager in one["eager"].items():
+                assert one["fit"][what] == eager, (name, what)
+            as_planned(one["fit"]["measure"])
+
+
+def test_callbacks_of_trainers_plan_the_graphs_of_fully_shard_and_say_what_is_not_counted(rows: Rows) -> None:
+    for row in rows["trained_by_a_callback"]:
+        assert row["fit"] == row["eager"]
+        assert row["graphs"] > 0
+        assert len(row["warned"]) == 1
+        assert row["notes"][0] == row["warned"][0]
+        assert "not of this rank" in row["notes"][0]
+        assert row["strict"]["type"] == "Unsupported"
+
+
+def test_a_rank_that_waits_elsewhere_ends_the_steps_of_the_others_within_seconds(rows: Rows) -> None:
+    stepping, waiting = rows["fewer_batches"]
+    assert waiting["error"]["type"] == ""  # when the other has come
+    text = stepping["error"]["text"]
+    assert "rank 1: waits in torch.distributed.barrier (loop_worker.py:" in text
+    assert "to which rank 0, in a step, does not come" in text
+    assert seconds_to_error(stepping["error"]) < 5
+    assert stepping["again"] == waiting["again"] == text
+    for row in (stepping, waiting):
+        assert row["unchanged"]
+        assert row["digest"] == stepping["digest"]
+        assert "Join around a DistributedDataParallel" in row["joined"]["text"]
+    evaluating, stepping = rows["evaluated_by_one"]
+    assert evaluating["type"] == ""
+    assert "rank 0: waits in a gather of parameters outside of a step (loop_worker.py:" in stepping["text"]
+    assert seconds_to_error(stepping) < 5
+
+
+def test_norms_for_a_log_are_those_of_all_ranks_and_parts_are_said(rows: Rows) -> None:
+    for row in rows["logged"]:
+        for how in ("sharded", "placed"):
+            assert row[how]["fit"] == row[how]["eager"]
+            quiet, _, text = row[how]["said"]  # once
+            assert quiet == 0
+            assert text.startswith("loop_worker.py parameters() gives this rank's parts")
+
+
+def test_two_models_in_distributed_data_parallel_call_one_another(rows: Rows) -> None:
+    for row in rows["adversaries"]:
+        assert row["fit"] == row["eager"]
+
+
+def test_a_part_that_code_has_from_elsewhere_is_not_taken_for_the_parameter(rows: Rows) -> None:
+    for row in rows["held_elsewhere"]:
+        assert "the parameter 'scale' in the code of a step, read otherwise" in row["list"]["text"]
+        assert row["attribute"]["type"] == ""
+
+
+def test_what_code_writes_to_a_modules_parameters_between_steps_is_written(rows: Rows) -> None:
+    for row in rows["written_between_steps"]:
+        assert row["shard"] == row["eager"]
+        assert row["fully_shard"] == row["eager of it"]
