@@ -335,8 +335,8 @@ class Search:
         scale = self._scale
         more = int(unplanned) - self.before.temporaries  # what XLA takes for results by itself, or never has
         beyond = float(self.room + min(self.before.outputs, max(0, more)))
-        if beyond >= unplanned:
-            beyond = math.inf
+        if beyond >= unplanned and self.planner.level(self.program, math.inf).peak <= beyond * scale:
+            beyond = math.inf  # not so where the step's own checkpoints make less of it
         most = 2 * _TRIES if self._small else _TRIES
         for tries in range(2 * _TRIES):
             late = tries >= (_AT_LEAST if low > 0 else _TRIES) and time.process_time() > self.until
@@ -355,7 +355,10 @@ class Search:
             takes, known = min(beyond, peak), len(self._looks)
             made = self.look(level, beyond * scale)
             least = min((c.memory.temporaries for c in self.found if c is not made), default=0)
-            if peak > beyond and (len(self._looks) == known or made.memory.temporaries > _LESS * least > 0):
+            far = peak > _CLOSE * beyond and made.memory.temporaries > _CLOSE * self.room
+            if peak > beyond and (
+                far or len(self._looks) == known or made.memory.temporaries > _LESS * least > 0
+            ):
                 break  # the least there is, again
             spare = self.room - made.memory.temporaries
             if spare >= 0:
@@ -400,7 +403,7 @@ class Search:
             return
         if self._policies is None:
             self._policies = []
-            for policy in POLICIES:
+            for policy in self.planner.policies(self.program):
                 self.planner.log = []
                 level = self.planner.by_policy(self.program, policy, self.room * self._scale)
                 self._policies.append((level, self.planner.log))
