@@ -10,7 +10,7 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,8 @@ _AIM = 0.97
 _ALMOST, _MAYBE = 2.0, 1.15
 """How far from the budget's temporaries a policy's program may be that is looked at all the same: by the model, and
 by what XLA made of plans of the model."""
+_CHEAPER = 0.98
+"""Part of the operations of what else there is that a policy takes at most for the former to be enough."""
 _CLOSE, _ANYHOW = 1.1, 1.08
 """How far a program in the one of XLA's orders may be for the other one to be tried: by what that took before, and of
 a small program whatever it took."""
@@ -282,7 +284,7 @@ class Search:
         self._other = math.inf
         self._last: tuple[float, int] | None = None
         self._more = 0
-        self._policies: list[tuple[Level, list[Any]]] | None = None
+        self._policies: list[tuple[Level, float, list[Any]]] | None = None
         self._small = len(self.program.equations) <= _SMALL
         self._flops = sum(e.flops for e in self.program.equations)
         self._scale = 1.0
@@ -296,7 +298,7 @@ class Search:
         """The program with the fewest operations of those within the limit, and what XLA compiled of it. Raises
         ``Infeasible``."""
         self._planned()
-        least, most = math.inf, (_ALMOST * self.room + self.before.outputs) * self._scale
+        least, most = math.inf, self._almost
         if fits := self.fitting():
             least = min(c.level.flops for c in fits)
             made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
@@ -321,6 +323,11 @@ class Search:
             self.planner.log = []
             self.look(self.planner.level(self.program, max(0.0, beyond)), max(0.0, beyond))
         raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
+
+    @property
+    def _almost(self) -> float:
+        """Bytes by the model of what may be within the budget by XLA's count, at most."""
+        return (_ALMOST * self.room + self.before.outputs) * self._scale
 
     def fitting(self) -> list[Candidate]:
         return [c for c in self.found if c.memory.temporaries <= self.room]
@@ -402,18 +409,25 @@ class Search:
         if self.before.total <= self.limit or self.room <= 0:
             return
         if self._policies is None:
-            self._policies = []
-            for policy in self.planner.policies(self.program):
-                self.planner.log = []
-                level = self.planner.by_policy(self.program, policy, self.room * self._scale)
-                self._policies.append((level, self.planner.log))
-            self._policies.sort(key=lambda row: row[0].flops)
+            self._policies = sorted(self._of_policies(), key=lambda row: row[0].flops)
         for row in list(self._policies):
-            level, log = row
-            if level.flops < flops and level.peak <= most:
+            level, beyond, log = row
+            far = max(most, self._almost) if level.flops < _CHEAPER * flops else most
+            if level.flops < flops and level.peak <= far:
                 self._policies.remove(row)
                 self.planner.log = log
-                if self.look(level, self.room * self._scale).memory.temporaries <= self.room:
+                if self.look(level, beyond).memory.temporaries <= self.room:
+                    break
+
+    def _of_policies(self) -> Iterator[tuple[Level, float, list[Any]]]:
+        """The policies' levels, for how many bytes, and their logs: as `jax.checkpoint` has them, and, where that
+        takes more than there is by the model, with what is beside the loops planned for it."""
+        for policy in self.planner.policies(self.program):
+            for beyond in (math.inf, self.room * self._scale):
+                self.planner.log = []
+                level = self.planner.by_policy(self.program, policy, beyond)
+                yield level, beyond, self.planner.log
+                if level.peak <= self.room * self._scale:
                     break
 
     def look(self, level: Level, beyond: float) -> Candidate:
