@@ -24,6 +24,7 @@ from tightship.integrations.jax_levels import (  # noqa: E402
 )  # fmt: skip
 from tightship.integrations.jax_regions import program_of  # noqa: E402
 from tightship.integrations.jax_search import (  # noqa: E402
+    _key,
     _stopped,
     compile_for,
     look_at,
@@ -568,6 +569,13 @@ def test_the_gradient_of_a_pooling_is_computed_in_parts_of_the_batch() -> None:
     assert same(fitted(x, w), jax.jit(step)(x, w))
     (fit,) = fitted.fits
     assert fit.memory.temporaries <= 0.5 * fit.before.temporaries and fit.extra_flops == 0
+    # In how many parts is no decision of a search, but another program.
+    program, seen = program_of(jax.jit(step).trace(x, w).jaxpr), set()
+    for part in (1 / 2, 1 / 4, 1 / 8):
+        planner = Planner("select")
+        level = planner.level(program, part * fit.before.temporaries)
+        seen.add((level.peak, _key(level, planner.log)))
+    assert len({peak for peak, _ in seen}) == len({key for _, key in seen}) > 1
 
 
 @pytest.mark.parametrize("over", [jax.lax.pmean, jax.lax.pmax])

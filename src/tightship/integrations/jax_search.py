@@ -200,9 +200,10 @@ class Candidate:
     operations: float = 0.0
 
 
-def _key(log: list[Any]) -> str:
-    """Names the program that a log leads to: bytes that were asked for do not matter."""
-    return repr([x for x in log if not isinstance(x, float)])
+def _key(level: Level, log: list[Any]) -> str:
+    """Names the program that a log leads to: bytes that were asked for do not matter, but by how many parts of a
+    batch are computed at a time, which the peak tells."""
+    return repr([level.peak, *(x for x in log if not isinstance(x, float))])
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -404,7 +405,7 @@ class Search:
         return takes - short / min(most, max(least, (before[1] - made) / (before[0] - takes)))
 
     def _by_policies(self, flops: float, most: float) -> None:
-        """What the policies of `jax.checkpoint` make of the step, those with fewer than ``flops`` that take at most
+        """What the policies of `jax.checkpoint` make of the step, those with at most ``flops`` that take at most
         ``most`` bytes by the model, up to the first that is within the budget: what is planned is never behind."""
         if self.before.total <= self.limit or self.room <= 0:
             return
@@ -413,7 +414,7 @@ class Search:
         for row in list(self._policies):
             level, beyond, log = row
             far = max(most, self._almost) if level.flops < _CHEAPER * flops else most
-            if level.flops < flops and level.peak <= far:
+            if level.flops <= flops and level.peak <= far:
                 self._policies.remove(row)
                 self.planner.log = log
                 if self.look(level, beyond).memory.temporaries <= self.room:
@@ -434,7 +435,7 @@ class Search:
         """The program of a level, as XLA orders it in the way that took less before; both ways are tried at first,
         and where the other may be within the budget."""
         log = self.planner.log
-        key = _key(log)
+        key = _key(level, log)
         lowered = None
         for order in self._orders:
             made = [c for (k, _), c in self._looks.items() if k == key]
@@ -455,7 +456,7 @@ class Search:
         memory, operations = look_at(of.lowered, memory=order)
         self.tried.append(memory.total)
         made = replace(of, memory=memory, order=order, operations=operations)
-        self._looks[_key(of.log), order] = made
+        self._looks[_key(of.level, of.log), order] = made
         self.found.append(made)
         return made
 
@@ -484,7 +485,7 @@ class Search:
     def _in_other_order(self) -> None:
         """The program that takes least in XLA's other order, which one look at the start may have ruled out, and, if
         that is less, those with the fewest operations, up to the first that is within the budget."""
-        alone = [c for c in self.found if (_key(c.log), not c.order) not in self._looks]
+        alone = [c for c in self.found if (_key(c.level, c.log), not c.order) not in self._looks]
         if len(self._orders) == 1 or not alone:
             return
         nearest = min(alone, key=lambda c: c.memory.temporaries)
