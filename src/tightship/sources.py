@@ -222,8 +222,15 @@ _ENDINGS = {
 def read_model(
     path: str | os.PathLike[str], shape: Any = None
 ) -> OnnxProgram | GraphDefProgram | TfliteProgram:
-    """The model in a file, of the kind that its ending says; ONNX by default."""
+    """The model in a file, of the kind that its ending says; ONNX by default. A SavedModel may be its folder."""
+    path = _file_of(path)
     return _ENDINGS.get(Path(path).suffix, _ONNX).read(path, shape)
+
+
+def _file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The file that a path names: of TensorFlow's folder for a SavedModel its graph."""
+    inside = os.path.join(path, "saved_model.pb")
+    return inside if os.path.isfile(inside) else path
 
 
 # --- SOURCE: any of them, by a text ---
@@ -258,6 +265,7 @@ def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds:
     `profile.profile` says, of which ``took`` are gone when it is read. Raises ``BadInput`` for whatever is wrong
     with it, never anything else."""
     given = {name: value for name, value in (options or {}).items() if value is not None}
+    text = os.fspath(_file_of(text))
     kind = _ENDINGS.get(Path(text).suffix)
     ranks = {n: given.pop(n) for n in _RANKS if n in given}
     if ranks and (":" not in text or kind is not None):

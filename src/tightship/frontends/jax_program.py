@@ -32,8 +32,11 @@ __all__ = [
     "Program",
     "array_of",
     "inlined",
+    "is_divided",
+    "is_plain",
     "late",
     "merged",
+    "never",
     "on_values",
     "varying",
 ]
@@ -500,7 +503,7 @@ def late(
     for op, row in zip(group, outside, strict=True):
         if set(ops.reads(ops.members[op])) & made or any(v in held_back for v in row):
             continue  # is late by an operand that is
-        may = [v for v in row if _plain(program.avals[v]) or _key(program.avals[v])]
+        may = [v for v in row if is_plain(program.avals[v]) or _key(program.avals[v])]
         # What is one on all devices of a mesh is not chosen by what differs there.
         may = [v for v in may if differ <= varying(jax.typeof(known[v]))] or [
             v for v in may if any(varying(jax.typeof(t)) <= varying(jax.typeof(known[v])) for t in tokens)
@@ -512,7 +515,7 @@ def late(
     return held_back
 
 
-def _plain(aval: Any) -> bool:
+def is_plain(aval: Any) -> bool:
     return not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
@@ -526,19 +529,27 @@ def _chosen(value: Any, always: Any) -> Any:
     if _key(jax.typeof(value)):
         data = _chosen(jax.random.key_data(value), always)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    which = always if _divided(value) else jnp.broadcast_to(always, jnp.shape(value))
+    which = always if is_divided(jax.typeof(value)) else jnp.broadcast_to(always, jnp.shape(value))
     return jax.lax.select_n(which, jnp.zeros_like(value), value)
 
 
-def _divided(value: Any) -> bool:
+def is_divided(aval: Any) -> bool:
     """Whether the type of an array says that it is divided among devices, by a mesh of explicit axes."""
-    spec = getattr(getattr(jax.typeof(value), "sharding", None), "spec", ())
+    spec = getattr(getattr(aval, "sharding", None), "spec", ())
     return any(axis is not None for axis in spec)
+
+
+def never(tokens: Sequence[Any]) -> Any:
+    """False, once arrays are there, which XLA cannot know; None where none of them can tell."""
+    told = [
+        t for t in tokens if _tells(a := jax.typeof(t)) and not varying(a) and not is_divided(jax.typeof(t))
+    ]
+    return ~functools.reduce(operator.and_, map(_always, told)) if told else None
 
 
 def _always(token: Any) -> Any:
     """True, once the token is there."""
-    if _divided(token):  # of which no slice of one element can be taken
+    if is_divided(jax.typeof(token)):  # of which no slice of one element can be taken
         at = (jnp.zeros((1,), jnp.int32),) * token.ndim
         first = token.at[at].get(out_sharding=jax.sharding.PartitionSpec()).reshape(())
     else:

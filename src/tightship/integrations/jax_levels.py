@@ -7,7 +7,7 @@ the bytes that are left where they run (`Planner`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -84,6 +84,10 @@ class _Frame:
     rest: int | None = None
 
 
+_Planned = tuple[Level, PlannedPair | None]
+_Way = Callable[[], _Planned]
+
+
 @dataclass
 class Planner:
     """Plans levels. ``log``: what was decided, in the order of the questions; ``given``: such a log, to decide it
@@ -148,6 +152,14 @@ class Planner:
         self.log = [*kept, *log]
         return level
 
+    def policies(self, program: Program) -> list[str]:
+        """The policies that save other results of a program each."""
+        found: dict[tuple[bool, ...], str] = {}
+        for policy in POLICIES:
+            saves = getattr(jax.checkpoint_policies, policy)
+            found.setdefault(tuple(_all_saved(saves, (e.made for e in program.equations))), policy)
+        return list(found.values())
+
     def by_policy(self, program: Program, policy: str, beyond: float) -> Level:
         """The program as `jax.checkpoint` with a policy has it: around the bodies of its loops, if it has pairs of
         them, and planned for ``beyond`` bytes beside these; else around all that leads to its gradients."""
@@ -157,7 +169,7 @@ class Planner:
 
     def _at(
         self, program: Program, pairs: Sequence[Pair], beyond: float, share: Share, pair: Pair | None = None
-    ) -> tuple[Level, PlannedPair | None]:
+    ) -> _Planned:
         """The level where loops hand on ``share``; of a pair's joined program, with its two halves."""
         given = program
         program = self._within(program)
@@ -167,27 +179,66 @@ class Planner:
         ops = self._ops_of(given) if plain else Ops(_without_inner(made) if beyond < math.inf else made)
         policy = share if isinstance(share, str) and not pairs else None
         frame, steps = self._solved(ops, pair, share, beyond, policy)
-        if beyond < math.inf and policy is None:
-            room = self._room(made, ops, frame, steps, beyond)
-            short = {i for i, left in room.items() if made.equations[i].inner > left}
-            chosen = [
+        again = sum(_repeats(p, h) for p, h in chosen)
+        if beyond == math.inf or policy is not None:
+            return self._level(ops, frame, steps, again)
+        room = self._room(made, ops, frame, steps, beyond)
+        short = {i for i, left in room.items() if made.equations[i].inner > left}
+
+        def as_they_are() -> _Planned:
+            if not any(e.inner for e in made.equations):
+                return self._level(ops, _frame(ops, pair, share, beyond), steps, again)
+            whole = Ops(made)
+            return self._level(whole, *self._solved(whole, pair, share, beyond), again)
+
+        def within() -> _Planned:
+            fewer = short if not isinstance(share, str) else set()
+            rows = [
                 (
                     p,
                     self._halves(p, max(0, room[p.backward]), share)
-                    if {p.forward, p.backward} & short and not isinstance(share, str)
-                    else halves,
+                    if {p.forward, p.backward} & fewer
+                    else h,
                 )
-                for p, halves in chosen
+                for p, h in chosen
             ]
-            made, inside = self._inside(handed_on(program, chosen, self.hold), room, short)
-            ops = ops if plain else Ops(made)
-            if any(e.inner for e in made.equations):
-                frame, steps = self._solved(ops, pair, share, beyond, policy)
-            else:
-                frame = _frame(ops, pair, share, beyond)
-        else:
-            inside = 0
-        return self._level(ops, frame, steps, inside + sum(_repeats(p, h) for p, h in chosen))
+            planned, inside = self._inside(handed_on(program, rows, self.hold), room, short)
+            count = inside + sum(_repeats(p, h) for p, h in rows)
+            whole = Ops(planned)
+            if any(e.inner for e in planned.equations):
+                return self._level(whole, *self._solved(whole, pair, share, beyond), count)
+            return self._level(whole, _frame(whole, pair, share, beyond), steps, count)
+
+        if not short:
+            return as_they_are()
+        fewest = sum(frame.graph.ops[op].flops for _, op in steps)
+        least = lower_bound(whole := Ops(made).graph) - whole.static_bytes
+        return self._better(as_they_are if least <= beyond else None, within, beyond, fewest)
+
+    def _better(self, as_they_are: _Way | None, within: _Way, beyond: float, fewest: int) -> _Planned:
+        """Of the two ways to make room for what equations run inside the better one: less of what is there meanwhile,
+        or less in there, by making more again inside. ``fewest``: operations without any of both."""
+        ways = {False: as_they_are, True: within}
+        if self.given is not None:
+            which = bool(next(self.given))
+            self.log.append(which)
+            way = ways[which]
+            if way is None:
+                raise ValueError("no plan of this program")
+            return way()
+        kept, found = self.log, []
+        for which, way in ways.items():
+            if way is None:
+                continue
+            self.log = [which]
+            made = way()
+            over = made[0].peak > beyond
+            found.append((over, made[0].peak if over else made[0].flops, which, made, self.log))
+            if not over and made[0].flops <= fewest:
+                break
+        *_, made, log = min(found, key=lambda row: row[:3])
+        self.log = [*kept, *log]
+        return made
 
     def _pairs_of(self, program: Program) -> tuple[Pair, ...]:
         if id(program) not in self._pairs:
@@ -199,7 +250,7 @@ class Planner:
             self._ops[id(program)] = program, Ops(program)
         return self._ops[id(program)][1]
 
-    def _level(self, ops: Ops, frame: _Frame, steps: Steps, again: int) -> tuple[Level, PlannedPair | None]:
+    def _level(self, ops: Ops, frame: _Frame, steps: Steps, again: int) -> _Planned:
         graph = frame.graph
         full = _whole(graph, steps)
         line = replay(graph, full)
@@ -443,7 +494,7 @@ def _steps_of_policy(ops: Ops, frame: _Frame, policy: str) -> Steps:
     for k in range(cut):
         of = frame.op_of[k]
         e = None if of is None else ops.program.equations[ops.members[of][-1]]
-        if e is None or graph.ops[k].effect or _saved(saves, e):
+        if e is None or graph.ops[k].effect or _saved(saves, e.made):
             for v in graph.ops[k].outputs:
                 del maker[v]
     for k in range(cut, len(graph.ops)):
@@ -461,10 +512,18 @@ def _steps_of_policy(ops: Ops, frame: _Frame, policy: str) -> Steps:
     return steps
 
 
-def _saved(saves: Any, e: Equation) -> bool:
-    """Whether a policy saves the results of an equation."""
-    made = e.made
+def _saved(saves: Any, made: Any) -> bool:
+    """Whether a policy saves the results of a jaxpr's equation."""
     return saves(made.primitive, *(x.aval for x in made.invars), **made.params) is True
+
+
+def _all_saved(saves: Any, equations: Iterable[Any]) -> Iterator[bool]:
+    """What a policy saves of equations and of those inside of them."""
+    for made in equations:
+        yield _saved(saves, made)
+        held = jax.tree.leaves(list(made.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr"))
+        inner = (getattr(x, "jaxpr", x) for x in held)
+        yield from (saved for x in inner if hasattr(x, "eqns") for saved in _all_saved(saves, x.eqns))
 
 
 def _plan(graph: Graph, beyond: float, work: int) -> Steps:

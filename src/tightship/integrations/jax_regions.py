@@ -14,10 +14,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from tightship.cached import cached_property
-from tightship.frontends.jax_program import FREE, Equation, Ops, Program, inlined, merged, on_values, varying
+from tightship.frontends.jax_program import (
+    FREE,
+    Equation,
+    Ops,
+    Program,
+    inlined,
+    is_divided,
+    is_plain,
+    merged,
+    never,
+    on_values,
+    varying,
+)
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import aligned
 
@@ -181,7 +194,8 @@ def with_functions(e: Equation, functions: Sequence[_Function]) -> Callable[[Seq
 
     def bind(values: Sequence[Any]) -> list[Any]:
         if e.name == "scan":
-            return _scan(p, functions[0], values, p["num_consts"], p["num_carry"])
+            gives = p["jaxpr"].out_avals[p["num_carry"] :]
+            return _scan(p, functions[0], values, p["num_consts"], p["num_carry"], gives)
         if e.name == "cond":
             branches = [lambda *xs, f=f: tuple(f(*xs)) for f in functions]
             return list(jax.lax.switch(values[0], branches, *values[1:]))
@@ -200,16 +214,38 @@ def with_functions(e: Equation, functions: Sequence[_Function]) -> Callable[[Seq
     return bind
 
 
-def _scan(p: Any, body: _Function, values: Sequence[Any], consts: int, carry: int) -> list[Any]:
-    """A scan with parameters ``p`` and another body, on its inputs."""
+def _scan(
+    p: Any, body: _Function, values: Sequence[Any], consts: int, carry: int, gives: Sequence[Any]
+) -> list[Any]:
+    """A scan with parameters ``p`` and another body, which ``gives`` results of these avals beside what it carries,
+    on its inputs. The arrays that it stacks up begin as zeros of its own: XLA has equal zeros once for all loops of
+    a program, there from the first of them to the last."""
+    count, back, zero = p["length"], p["reverse"], never(values)
+    own = [k for k, a in enumerate(gives) if zero is not None and _may_be_zeros_of(zero, a)]
 
-    def step(c: Sequence[Any], x: Sequence[Any]) -> Any:
+    def step(state: Any, x: Sequence[Any]) -> Any:
+        at, c, arrays = state
         outs = body(*values[:consts], *c, *x)
-        return tuple(outs[:carry]), tuple(outs[carry:])
+        made = dict(enumerate(outs[carry:]))
+        arrays = [_with_row(a, made.pop(k), at) for a, k in zip(arrays, own, strict=True)]
+        return (at + (-1 if back else 1), tuple(outs[:carry]), arrays), made
 
-    begins, rows = tuple(values[consts : consts + carry]), tuple(values[consts + carry :])
-    ends, stacked = jax.lax.scan(step, begins, rows, p["length"], p["reverse"], p["unroll"])
-    return [*ends, *stacked]
+    arrays = [jnp.broadcast_to(zero.astype(gives[k].dtype), (count, *gives[k].shape)) for k in own]
+    begins = (jnp.int32(count - 1 if back else 0), tuple(values[consts : consts + carry]), arrays)
+    rows = tuple(values[consts + carry :])
+    (_, ends, arrays), stacked = jax.lax.scan(step, begins, rows, count, back, p["unroll"])
+    stacked |= zip(own, arrays, strict=True)
+    return [*ends, *(stacked[k] for k in range(len(gives)))]
+
+
+def _may_be_zeros_of(zero: Any, aval: Any) -> bool:
+    """Whether rows like ``aval`` may be written into an array of a plain scalar of the device's memory."""
+    space = [getattr(x, "memory_space", None) for x in (jax.typeof(zero), aval)]
+    return is_plain(aval) and not varying(aval) and not is_divided(aval) and space[0] == space[1]
+
+
+def _with_row(array: Any, row: Any, at: Any) -> Any:
+    return jax.lax.dynamic_update_index_in_dim(array, row, at, 0, allow_negative_indices=False)
 
 
 _SHARD = {"jaxpr", "mesh", "in_specs", "out_specs", "check_vma", "newly_manual_axes"}
@@ -291,9 +327,10 @@ class _Loops:
         wholes = [j for j in halves.needs if j < consts]
         place = {j: n for n, j in enumerate(halves.needs)}
         old = len(halves.stays)
+        kept = [p["jaxpr"].out_avals[k] for k in halves.keeps if k >= carry]
 
         def first(values: Sequence[Any]) -> list[Any]:
-            return _scan(p, halves.first, values, consts, carry)
+            return _scan(p, halves.first, values, consts, carry, [*kept, *halves.crosses])
 
         def second(values: Sequence[Any]) -> list[Any]:
             mine, more = values[:old], values[old:]
@@ -306,7 +343,8 @@ class _Loops:
                 extra = [known[j] if j in known else slices.pop(0) for j in halves.needs]
                 return halves.second(*given, *extra, *slices)
 
-            return _scan(q, body, [*whole, *mine, *rows], len(wholes) + told, around)
+            gives = q["jaxpr"].out_avals[around:]
+            return _scan(q, body, [*whole, *mine, *rows], len(wholes) + told, around, gives)
 
         return first, second
 

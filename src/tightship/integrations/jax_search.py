@@ -10,7 +10,7 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -200,9 +200,10 @@ class Candidate:
     operations: float = 0.0
 
 
-def _key(log: list[Any]) -> str:
-    """Names the program that a log leads to: bytes that were asked for do not matter."""
-    return repr([x for x in log if not isinstance(x, float)])
+def _key(level: Level, log: list[Any]) -> str:
+    """Names the program that a log leads to: bytes that were asked for do not matter, but by how many parts of a
+    batch are computed at a time, which the peak tells."""
+    return repr([level.peak, *(x for x in log if not isinstance(x, float))])
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -236,6 +237,8 @@ _AIM = 0.97
 _ALMOST, _MAYBE = 2.0, 1.15
 """How far from the budget's temporaries a policy's program may be that is looked at all the same: by the model, and
 by what XLA made of plans of the model."""
+_CHEAPER = 0.98
+"""Part of the operations of what else there is that a policy takes at most for the former to be enough."""
 _CLOSE, _ANYHOW = 1.1, 1.08
 """How far a program in the one of XLA's orders may be for the other one to be tried: by what that took before, and of
 a small program whatever it took."""
@@ -282,7 +285,7 @@ class Search:
         self._other = math.inf
         self._last: tuple[float, int] | None = None
         self._more = 0
-        self._policies: list[tuple[Level, list[Any]]] | None = None
+        self._policies: list[tuple[Level, float, list[Any]]] | None = None
         self._small = len(self.program.equations) <= _SMALL
         self._flops = sum(e.flops for e in self.program.equations)
         self._scale = 1.0
@@ -296,7 +299,7 @@ class Search:
         """The program with the fewest operations of those within the limit, and what XLA compiled of it. Raises
         ``Infeasible``."""
         self._planned()
-        least, most = math.inf, (_ALMOST * self.room + self.before.outputs) * self._scale
+        least, most = math.inf, self._almost
         if fits := self.fitting():
             least = min(c.level.flops for c in fits)
             made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
@@ -322,6 +325,11 @@ class Search:
             self.look(self.planner.level(self.program, max(0.0, beyond)), max(0.0, beyond))
         raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
 
+    @property
+    def _almost(self) -> float:
+        """Bytes by the model of what may be within the budget by XLA's count, at most."""
+        return (_ALMOST * self.room + self.before.outputs) * self._scale
+
     def fitting(self) -> list[Candidate]:
         return [c for c in self.found if c.memory.temporaries <= self.room]
 
@@ -335,8 +343,8 @@ class Search:
         scale = self._scale
         more = int(unplanned) - self.before.temporaries  # what XLA takes for results by itself, or never has
         beyond = float(self.room + min(self.before.outputs, max(0, more)))
-        if beyond >= unplanned:
-            beyond = math.inf
+        if beyond >= unplanned and self.planner.level(self.program, math.inf).peak <= beyond * scale:
+            beyond = math.inf  # not so where the step's own checkpoints make less of it
         most = 2 * _TRIES if self._small else _TRIES
         for tries in range(2 * _TRIES):
             late = tries >= (_AT_LEAST if low > 0 else _TRIES) and time.process_time() > self.until
@@ -355,7 +363,10 @@ class Search:
             takes, known = min(beyond, peak), len(self._looks)
             made = self.look(level, beyond * scale)
             least = min((c.memory.temporaries for c in self.found if c is not made), default=0)
-            if peak > beyond and (len(self._looks) == known or made.memory.temporaries > _LESS * least > 0):
+            far = peak > _CLOSE * beyond and made.memory.temporaries > _CLOSE * self.room
+            if peak > beyond and (
+                far or len(self._looks) == known or made.memory.temporaries > _LESS * least > 0
+            ):
                 break  # the least there is, again
             spare = self.room - made.memory.temporaries
             if spare >= 0:
@@ -394,30 +405,37 @@ class Search:
         return takes - short / min(most, max(least, (before[1] - made) / (before[0] - takes)))
 
     def _by_policies(self, flops: float, most: float) -> None:
-        """What the policies of `jax.checkpoint` make of the step, those with fewer than ``flops`` that take at most
+        """What the policies of `jax.checkpoint` make of the step, those with at most ``flops`` that take at most
         ``most`` bytes by the model, up to the first that is within the budget: what is planned is never behind."""
         if self.before.total <= self.limit or self.room <= 0:
             return
         if self._policies is None:
-            self._policies = []
-            for policy in POLICIES:
-                self.planner.log = []
-                level = self.planner.by_policy(self.program, policy, self.room * self._scale)
-                self._policies.append((level, self.planner.log))
-            self._policies.sort(key=lambda row: row[0].flops)
+            self._policies = sorted(self._of_policies(), key=lambda row: row[0].flops)
         for row in list(self._policies):
-            level, log = row
-            if level.flops < flops and level.peak <= most:
+            level, beyond, log = row
+            far = max(most, self._almost) if level.flops < _CHEAPER * flops else most
+            if level.flops <= flops and level.peak <= far:
                 self._policies.remove(row)
                 self.planner.log = log
-                if self.look(level, self.room * self._scale).memory.temporaries <= self.room:
+                if self.look(level, beyond).memory.temporaries <= self.room:
+                    break
+
+    def _of_policies(self) -> Iterator[tuple[Level, float, list[Any]]]:
+        """The policies' levels, for how many bytes, and their logs: as `jax.checkpoint` has them, and, where that
+        takes more than there is by the model, with what is beside the loops planned for it."""
+        for policy in self.planner.policies(self.program):
+            for beyond in (math.inf, self.room * self._scale):
+                self.planner.log = []
+                level = self.planner.by_policy(self.program, policy, beyond)
+                yield level, beyond, self.planner.log
+                if level.peak <= self.room * self._scale:
                     break
 
     def look(self, level: Level, beyond: float) -> Candidate:
         """The program of a level, as XLA orders it in the way that took less before; both ways are tried at first,
         and where the other may be within the budget."""
         log = self.planner.log
-        key = _key(log)
+        key = _key(level, log)
         lowered = None
         for order in self._orders:
             made = [c for (k, _), c in self._looks.items() if k == key]
@@ -438,7 +456,7 @@ class Search:
         memory, operations = look_at(of.lowered, memory=order)
         self.tried.append(memory.total)
         made = replace(of, memory=memory, order=order, operations=operations)
-        self._looks[_key(of.log), order] = made
+        self._looks[_key(of.level, of.log), order] = made
         self.found.append(made)
         return made
 
@@ -467,7 +485,7 @@ class Search:
     def _in_other_order(self) -> None:
         """The program that takes least in XLA's other order, which one look at the start may have ruled out, and, if
         that is less, those with the fewest operations, up to the first that is within the budget."""
-        alone = [c for c in self.found if (_key(c.log), not c.order) not in self._looks]
+        alone = [c for c in self.found if (_key(c.level, c.log), not c.order) not in self._looks]
         if len(self._orders) == 1 or not alone:
             return
         nearest = min(alone, key=lambda c: c.memory.temporaries)

@@ -101,8 +101,9 @@ def plan(
     keep everything, in the better order). ``problem``: the graph in an order decided before, so that several budgets
     share what is found. ``like``: plans of other graphs, the latest first; the search begins with the order and the
     evictions of the first one that has the same ops, in whatever sizes, and ends as near to the bound on the time as
-    that one is to its own. ``prove``: a higher bound is looked for where the plan that was found is far above the one
-    that the search began with; it changes no plan.
+    that one is to its own. ``prove``: the bound that the search begins with is one of several moments, and a higher
+    one is looked for where the plan that was found is far above it; without, of each moment alone, which is sooner
+    there, and searches that end by ``gap`` may take longer.
 
     The bound on the time comes first; the search ends where no plan is faster by more than ``gap``, where more of it
     gains nothing, or at a limit: the plan's ``termination``.
@@ -128,7 +129,7 @@ def plan(
     elif problem is None:
         order = order_of(graph, o, before.peak, clock.search.part(PREPARED), budget)
         problem = problem_of(graph, order, o)
-    search = Search(graph, problem, o, before, budget, clock.search.part(PREPARED), far)
+    search = Search(graph, problem, o, before, budget, clock.search.part(PREPARED), far, quick=not prove)
     found, layout = search.ahead(*search.fit(progress, clock), progress, clock)
     if prove:
         search.prove_more(found.timeline, clock)

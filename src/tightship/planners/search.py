@@ -126,6 +126,8 @@ class Search:
     """What searches ended with, whether something beats it or not."""
     only_places: bool = False
     interrupted: bool = False
+    quick: bool = False
+    """Whether a lower bound on the time will do that is soon there."""
     whole: bool = True
     """Whether it is not a turn of another one."""
     aims: bool = True
@@ -147,7 +149,7 @@ class Search:
         self.reached = floor.reached(graph, allowed(self.problem, o))
         self.time_bound = 0.0
         if budget is not None:
-            self.time_bound = least_time(graph, self.problem, budget, self.deadline)
+            self.time_bound = least_time(graph, self.problem, budget, self.deadline, quick=self.quick)
             if (
                 o.evict == _EXACT_PLANNER
                 and self.problem.means == ("recompute",)

@@ -22,7 +22,7 @@ from tightship import api, sources
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.tensorflow import load
 from tightship.frontends.tensorflow.nodes import name_of
-from tightship.graph import Graph
+from tightship.graph import Graph, aligned
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
@@ -184,6 +184,54 @@ def test_what_a_saved_model_serves_is_fetched(tmp_path: Path) -> None:
     assert source.fetch == ("StatefulPartitionedCall",)
     assert any(op.target == "Tanh" for op in source.graph.ops)
     assert not any("Restore" in op.target for op in source.graph.ops)
+
+
+def test_a_saved_model_whose_loops_read_variables_is_planned_for_a_size_that_it_leaves_open(
+    tmp_path: Path,
+) -> None:
+    """As Keras saves recurrent layers, one behind another: a loop's body reads variables outside of it and elements
+    of a list, and is called by functions; a second function is of a size that nobody gives. By its folder."""
+
+    class Layers(tf.Module):
+        def __init__(self) -> None:
+            self.w = [tf.Variable(tf.eye(8) * 0.5) for _ in range(2)]
+
+        def turn(self, x: Any, w: Any) -> Any:
+            rows = tf.TensorArray(tf.float32, x.shape[0], element_shape=(None, 8)).unstack(x)
+            made = tf.TensorArray(tf.float32, x.shape[0], element_shape=(None, 8))
+
+            def body(i: Any, h: Any, made: Any) -> Any:
+                h = tf.tanh(rows.read(i) @ w + h @ w)
+                return i + 1, h, made.write(i, h)
+
+            begins = (0, tf.zeros((tf.shape(x)[1], 8)), made)
+            shapes = (tf.TensorShape(()), tf.TensorShape((None, 8)), None)
+            return tf.while_loop(
+                lambda i, *_: i < x.shape[0], body, begins,
+                shape_invariants=(*shapes[:2], tf.TensorShape(None)), maximum_iterations=x.shape[0],
+            )[2].stack()  # fmt: skip
+
+        @tf.function(input_signature=[tf.TensorSpec((5, None, 8), tf.float32, "x")])
+        def serve(self, x: Any) -> Any:
+            for w in self.w:
+                x = self.turn(x, w)
+            return {"y": x}
+
+        @tf.function(input_signature=[tf.TensorSpec((5, None, 8), tf.float32, "z")])
+        def other(self, z: Any) -> Any:
+            return {"y": self.turn(z, self.w[0])}
+
+    module = Layers()
+    served = {"serving_default": module.serve, "other": module.other}
+    tf.saved_model.save(module, str(tmp_path), signatures=served)
+    name = "serving_default_x"
+    with pytest.raises(UnknownSize, match=name):
+        sources.load_source(str(tmp_path))
+    graph = sources.load_source(str(tmp_path), {"shape": f"{name}=5x3x8"}).graph
+    assert sum(op.target == "While" for op in graph.ops) == 2
+    (made,) = {s.size for s in graph.storages if s.kind == "activation" and s.size >= 5 * 3 * 8 * 4}
+    assert made == aligned(5 * 3 * 8 * 4)
+    assert verify(graph, api.plan(graph).plan) == []
 
 
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from tightship.frontends.tensorflow.functions import (
     inlined,
 )
 from tightship.frontends.tensorflow.load import GraphFile
-from tightship.frontends.tensorflow.nodes import FEEDS, in_order, name_of
+from tightship.frontends.tensorflow.nodes import FEEDS, HANDLES, in_order, name_of
 
 __all__ = ["Called", "Items", "Made", "Types", "infer", "shapes_given", "variable_bytes"]
 
@@ -61,8 +61,8 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One result of a node: element type, shape, bytes. ``handle``: it is a variable's handle; ``ref``: a variable's
-    own bytes; ``items``: of a list of tensors."""
+    """One result of a node: element type, shape, bytes. ``handle``: it is a variable's handle, ``variable`` its
+    shape, where that is known; ``ref``: a variable's own bytes; ``items``: of a list of tensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,6 +70,7 @@ class Made:
     handle: bool = False
     ref: bool = False
     items: Items | None = None
+    variable: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -239,36 +240,44 @@ class _Inference:
         whole.library.CopyFrom(self.library.proto)
         said = {f"{n}:{_ELEMENT[self.nodes[n].op]}".removesuffix(":0"): s for n, s in self.elements.items()}
         for node in whole.node:
-            node.input[:] = [f"{i.replace(':', '/')}/shaped" if i in said else i for i in node.input]
+            texts = ((i, i.removesuffix(":0")) for i in node.input)
+            node.input[:] = [f"{t.replace(':', '/')}/shaped" if t in said else i for i, t in texts]
         for text, sizes in said.items():
             shaped = whole.node.add(name=f"{text.replace(':', '/')}/shaped", op="EnsureShape", input=[text])
             taken = self.nodes[name_of(text)]
-            shaped.attr["T"].CopyFrom(
-                taken.attr["element_dtype" if "element_dtype" in taken.attr else "shape_type"]
-            )
+            kind = next(k for k in ("element_dtype", "shape_type", "dtype") if k in taken.attr)
+            shaped.attr["T"].CopyFrom(taken.attr[kind])
             shaped.attr["shape"].shape.CopyFrom(tf.TensorShape(sizes).as_proto())
         return whole
 
     def _walk(self, order: Iterable[str]) -> bool:
         """Types of all nodes in order; whether shapes became known that TensorFlow is to go on with."""
         self.unknown: list[str] = []
+        unknown: set[str] = set()  # of these and of those whose shapes are known by now
         found = False
         for name in order:
             node, op = self.nodes[name], self.ops[name]
             bodies: list[tuple[Made | None, ...]] = []
-            if node.op in LOOPS | BRANCHES:
+            open_ = not unknown.isdisjoint(i.removesuffix(":0") for i in node.input)
+            if found and open_ and node.op in LOOPS | BRANCHES:
+                return True
+            if node.op in LOOPS | BRANCHES and not (open_ and self._is_left_out(name)):
                 self.called[name] = self._bodies(node)
                 bodies = [_returned(c) for c in self.called[name][node.op in LOOPS :]]
             noted = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []
             row, learned = [], False
             for k, tensor in enumerate(op.outputs):
                 shape = _shape(tensor.shape, noted[k] if k < len(noted) else None)
+                if node.op == "ReadVariableOp" and not tensor.shape.is_fully_defined():
+                    shape = None  # not all that follows from it was noted
                 if shape is None and k == _ELEMENT.get(node.op):
                     shape = self.elements.get(name)
                 if shape is None:
                     shape = _RESERVED.get((node.op, k))
                 if shape is None and (inner := _agreed(bodies, k)) is not None:
                     shape, learned = inner.shape, True
+                if shape is None:
+                    unknown.add(f"{name}:{k}".removesuffix(":0"))
                 if shape is None and self._learns_element(node, k):
                     found, shape = True, ()
                 if shape is None and tensor.dtype.base_dtype not in (tf.variant, tf.resource):
@@ -282,17 +291,30 @@ class _Inference:
                 return True
         return found
 
+    def _is_left_out(self, name: str) -> bool:
+        return self.needed is not None and name not in self.needed
+
     def _learns_element(self, node: Any, k: int) -> bool:
-        """Whether a list says the shape of what is taken out of it, which TensorFlow is then told."""
+        """Whether a list, or a variable outside of a function, says the shape of what is read of it, which TensorFlow
+        is then told."""
         data = [i for i in node.input if not i.startswith("^")]
         if k != _ELEMENT.get(node.op) or node.name in self.elements:
             return False
-        items = self._input(data[0]).items
-        if items is None or items.shape is None:
+        held = self._input(data[0])
+        shape = held.items.shape if held.items is not None else self._read(node, held)
+        if shape is not None and held.items is not None and node.op == "TensorListStack":
+            shape = None if held.items.count is None else (held.items.count, *shape)
+        if shape is None:
             return False
-        shape = items.shape
         self.elements[node.name] = (len(shape),) if node.op == "TensorListElementShape" else shape
         return True
+
+    def _read(self, node: Any, held: Made) -> tuple[int, ...] | None:
+        """The shape of a variable that is read: its handle's, or what was noted where the graph was made."""
+        noted = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []
+        if held.variable is not None or not held.handle or not noted:
+            return held.variable
+        return _shape(tf.TensorShape(None), noted[0])
 
     def _bodies(self, node: Any) -> tuple[Called, ...]:
         """The functions a node runs, with types for what it gives them."""
@@ -329,15 +351,16 @@ class _Inference:
             made = self.given[node.name]
             return replace(made, nbytes=0) if base in (tf.variant, tf.resource) else made
         if base == tf.resource:
-            return Made("resource", (), self._held(node, where), handle=True)
+            return Made(
+                "resource", (), self._held(node, where), handle=True, variable=self._variable(node, k)
+            )
         if base != tf.variant:
             nbytes = bounded(math.prod(shape) * (_STRING if base == tf.string else base.size), where)
             return Made(base.name, shape, nbytes, ref=dtype._is_ref_dtype)
         items = self._list(node, k, bodies)
         if items is None or (node.op not in _GROWS and items.total() is None):
-            if (
-                self.deep or node.op in _FORWARDS_LISTS
-            ):  # it is counted where it is made, or where it leaves the loop
+            # It is counted where it is made, or where it leaves the loop.
+            if self.deep or node.op in _FORWARDS_LISTS or self._is_left_out(node.name):
                 return Made("variant", (), 0, items=items or Items())
             fault = "elements of type variant have no fixed size in bytes"
             if items is not None:
@@ -348,6 +371,16 @@ class _Inference:
             raise UnknownSize(fault, place=where)
         empty = node.op in _GROWS
         return Made("variant", (), 0 if empty else bounded(items.total() or 0, where), items=items)
+
+    def _variable(self, node: Any, k: int) -> tuple[int, ...] | None:
+        """The shape of the variable that result ``k`` is a handle of, where it is known."""
+        if node.op in HANDLES:
+            shape = tf.TensorShape(node.attr["shape"].shape)
+            return tuple(shape.as_list()) if shape.is_fully_defined() else None
+        data = [i for i in node.input if not i.startswith("^")]
+        at = k if node.op in LOOPS | {"IdentityN"} else 0
+        hands_on = node.op in LOOPS | {"IdentityN"} | _FORWARDS_LISTS
+        return self._input(data[at]).variable if hands_on and at < len(data) else None
 
     def _held(self, node: Any, where: str) -> int:
         """Bytes of the tensors that a resource holds for the graph's own use (``TensorArray`` of v1, ``Stack``)."""
@@ -441,8 +474,11 @@ _NAMED: Final = 6
 _RESERVED: Final = {("FusedBatchNormV3", 5): (0,), ("_FusedBatchNormEx", 5): (0,)}
 """By op and result, the shape that kernels for CPUs give what TensorFlow has no shape for: bytes that cuDNN sets
 aside for the gradient."""
-_ELEMENT: Final = {"TensorListElementShape": 0, "TensorListGetItem": 0, "TensorListPopBack": 1}
-"""Kinds that take an element out of a list, or say its shape: as which result."""
+_ELEMENT: Final = {
+    "TensorListElementShape": 0, "TensorListGetItem": 0, "TensorListPopBack": 1, "TensorListStack": 0,
+    "ReadVariableOp": 0,
+}  # fmt: skip
+"""Kinds that take elements out of a list, say their shape, or read a variable: as which result."""
 _GROWS: Final = frozenset(("TensorListReserve", "EmptyTensorList"))
 """Lists that hold nothing when they are made."""
 
