@@ -1632,6 +1632,49 @@ def test_where_a_relu_is_positive_is_saved_in_the_place_of_its_result(make, shap
     assert any(name.startswith("le") for name in graph.plan.saved)
 
 
+class Kink(torch.autograd.Function):
+    """A ReLU whose backward pass compares its result."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clamp(min=0)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.where(ctx.saved_tensors[0] > 0, gradient, 0.0)
+
+
+class Kinked(nn.Module):
+    def forward(self, x):
+        return Kink.apply(x)
+
+
+def test_masks_are_of_the_forward_pass_where_nothing_is_drawn_for_them():
+    """What is drawn in the backward pass would draw other numbers before it."""
+    net = nn.Sequential(nn.Linear(8, 64), Kinked(), nn.Linear(64, 4))
+    joint, outputs = joint_of(net, torch.randn(16, 8))
+
+    def sizes(model):
+        return {model.nodes[k]: s.size for k, s in enumerate(model.graph.storages) if k in model.nodes}
+
+    with_masks, without = fuse(joint, outputs), fuse(joint, outputs, masks=False)
+    (name,) = set(sizes(with_masks)) - set(sizes(without))
+    assert sizes(with_masks)[name] == 16 * 64  # a byte for each number of the ReLU's
+    mask = next(n for n in joint.graph.nodes if n.name == name)
+    assert without.is_late(mask)
+    assert not with_masks.is_late(mask)
+    with joint.graph.inserting_before(mask):
+        (relu, *_) = mask.all_input_nodes
+        drawn = joint.graph.call_function(torch.ops.aten.rand_like.default, (relu,))
+    drawn.meta = {**mask.meta, "val": relu.meta["val"]}
+    mask.replace_input_with(relu, drawn)
+    again = fuse(joint, outputs)
+    assert again.is_late(mask)
+    assert again.is_late(drawn)
+
+
 # --- graphs written for memory ---
 
 
