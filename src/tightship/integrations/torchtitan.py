@@ -93,13 +93,15 @@ def tag(joint: GraphModule, budget: BudgetLike, *, outputs: int | None = None, *
         count = len(results) - len(primals) if outputs is None else outputs
         if not 0 < count < len(results):
             raise BadInput(_JOINT, f"{len(inputs)} inputs, {len(results)} results", "tag")
-        return _write_tags(joint, fuse(joint, count), budget, chosen, frozenset())
+        return _write_tags(joint, fuse(joint, count, masks=False), budget, chosen, frozenset())
     with compat_compile.phases_marked(joint) as backward:
         late = set(backward)
         count = next((k for k, x in enumerate(results) if x in late), 0) if outputs is None else outputs
         if not 0 < count < len(results):
             raise BadInput(_JOINT, f"{len(inputs)} inputs, {len(results)} results, no tangents", "tag")
-        return _write_tags(joint, fuse(joint, count), budget, chosen, _read_elsewhere(joint, late))
+        return _write_tags(
+            joint, fuse(joint, count, masks=False), budget, chosen, _read_elsewhere(joint, late)
+        )
 
 
 _JOINT: Final = (

@@ -32,6 +32,7 @@ from tightship.frontends.torch.compat_inductor_code import Ahead, NotLowered, St
 from tightship.frontends.torch.compat_inductor_convolutions import lean_convolutions
 from tightship.frontends.torch.compat_inductor_lines import (
     AS_IT_IS,
+    EXISTS,
     ORIGIN,
     SEGMENT,
     Event,
@@ -42,6 +43,7 @@ from tightship.frontends.torch.compat_inductor_lines import (
 )
 from tightship.frontends.torch.compat_inductor_partitions import (
     Pair,
+    after_tangents,
     copied,
     digest,
     draws,
@@ -65,6 +67,7 @@ from tightship.frontends.torch.compiled_collectives import sending_ops
 
 __all__ = [
     "AS_IT_IS",
+    "EXISTS",
     "HOOKS",
     "ORIGIN",
     "SEGMENT",
@@ -78,6 +81,7 @@ __all__ = [
     "Outdated",
     "Pair",
     "Stopped",
+    "after_tangents",
     "calls_others",
     "compile_flat",
     "compile_graph",
@@ -128,7 +132,7 @@ _LEANED_ON: Final = {
     "torch._inductor.lowering": ("register_lowering",),
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
     "torch._inductor.codecache": ("PyCodeCache.load_by_key_path",),
-    "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal",),
+    "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal", "InductorChoices.can_fuse_vertical"),
     "torch._inductor.codegen.cpp": (
         "CppKernelProxy.codegen_functions", "CppScheduling.codegen_node", "CppScheduling.kernel_proxy_cls",
         "CppScheduling.ready_to_flush",

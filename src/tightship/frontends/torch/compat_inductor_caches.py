@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from tightship.errors import TightshipError
-from tightship.frontends.torch.compat_inductor_lines import LEAN, SEGMENT, Lowered
+from tightship.frontends.torch.compat_inductor_lines import EXISTS, LEAN, SEGMENT, Lowered
 from tightship.frontends.torch.compat_inductor_partitions import origin
 
 __all__ = ["Code", "Outdated", "caches", "forget_strides", "kept_lines", "named", "partitioner"]
@@ -84,14 +84,14 @@ def forget_strides() -> None:
 
 def named(graph: GraphModule, version: str) -> Any:
     """A pass that does nothing, and has in its name what Inductor's key of a graph has not: where kernels may not be
-    computed side by side and where they end, what the lines are called by, and which inputs the pass may write
-    over."""
+    computed side by side and where they end, what is a tensor, what the lines are called by, and which inputs the
+    pass may write over."""
     from torch._guards import TracingContext
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     context = TracingContext.try_get()
     donated = None if context is None else getattr(context.fw_metadata, "bw_donated_idxs", None)
-    rows = [(n.name, n.meta.get(SEGMENT), n.meta.get(LEAN), origin(n)) for n in graph.graph.nodes]
+    rows = [(n.name, *map(n.meta.get, (SEGMENT, LEAN, EXISTS)), origin(n)) for n in graph.graph.nodes]
     name = hashlib.sha256(repr((version, rows, donated)).encode()).hexdigest()
 
     class Named(CustomGraphPass):  # type: ignore[misc]

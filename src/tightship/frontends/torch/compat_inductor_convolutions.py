@@ -27,7 +27,8 @@ _GROUPS: Final = {
 def lean_convolutions(joint: GraphModule) -> GraphModule | None:
     """A copy of a joint graph in which a convolution's gradients are computed one after the other, that of its
     weights first: the same kernels give the same numbers, but what was read for the first, and what it took, may be
-    gone when the second is made. Images lie in channels-last where Inductor has convolutions so, and what is computed
+    gone when the second is made. That of its images is a transposed convolution where it can be: it does not read
+    them. Images lie in channels-last where Inductor has convolutions so, and what is computed
     from them with them: no kernel writes one layout while it reads another. None where there is no such
     convolution."""
     made = copied(joint)
@@ -47,8 +48,16 @@ def lean_convolutions(joint: GraphModule) -> GraphModule | None:
 
 def _one_after_the_other(gm: GraphModule, both: Node) -> None:
     *rest, mask = both.args
+    transposed = _transposed(both)
     for wanted in ((False, *mask[1:]), (True, False, False)):  # type: ignore[index]
         with gm.graph.inserting_before(both):
+            if wanted[0] and transposed is not None:
+                one = gm.graph.call_function(torch.ops.aten.convolution.default, transposed)
+                one.meta = {**both.meta, "val": both.meta["val"][0]}
+                for part in [u for u in both.users if u.args[1] == 0]:
+                    part.replace_all_uses_with(one)
+                    gm.graph.erase_node(part)
+                continue
             one = gm.graph.call_function(both.target, (*rest, list(wanted)), both.kwargs)  # type: ignore[arg-type]
         values = tuple(v if w else None for v, w in zip(both.meta["val"], wanted, strict=True))
         one.meta = {**both.meta, "val": values}
@@ -56,6 +65,24 @@ def _one_after_the_other(gm: GraphModule, both: Node) -> None:
             part.args = (one, part.args[1])
             one.append(part)
     gm.graph.erase_node(both)
+
+
+def _transposed(both: Node) -> tuple[Any, ...] | None:
+    """The arguments of the transposed convolution that is the gradient of the images by the same kernel: it does not
+    read the images, so that these may be gone by then. None where it would be another kernel, or copy its result."""
+    grad, image, weight, _, stride, padding, dilation, transposed, _, groups, _ = both.args
+    x, w, g = (n.meta["val"] for n in (image, weight, grad))  # type: ignore[union-attr]
+    known = (
+        x.dim() == 4
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and torch._C._get_mkldnn_enabled()
+    )
+    if not known or transposed or groups != 1 or tuple(w.shape[2:]) == (1, 1):
+        return None
+    rest = zip(x.shape[2:], g.shape[2:], w.shape[2:], stride, padding, dilation, strict=True)
+    more = [size - ((out - 1) * s - 2 * p + d * (k - 1) + 1) for size, out, k, s, p, d in rest]
+    return grad, weight, None, stride, padding, dilation, True, more, groups
 
 
 def _slices_by_themselves(gm: GraphModule, both: Sequence[Node]) -> None:

@@ -16,7 +16,18 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch.compiled_collectives import NAMESPACE, number_of
 
-__all__ = ["AS_IT_IS", "LEAN", "ORIGIN", "SEGMENT", "Event", "Kernel", "Lowered", "read_lines", "sequence"]
+__all__ = [
+    "AS_IT_IS",
+    "EXISTS",
+    "LEAN",
+    "ORIGIN",
+    "SEGMENT",
+    "Event",
+    "Kernel",
+    "Lowered",
+    "read_lines",
+    "sequence",
+]
 
 
 # --- what a lowered graph asks of memory -----------------------------------------------------------------------
@@ -147,7 +158,12 @@ ORIGIN: Final = "tightship_origin"
 
 
 SEGMENT: Final = "tightship_segment"
-"""What a node's metadata says of its place in a planned pass: nodes of two segments are not computed side by side."""
+"""What a node's metadata says of its place in a planned pass: nodes of two segments are not computed side by side,
+and in a pass that is written for memory in no kernel together."""
+
+
+EXISTS: Final = "tightship_exists"
+"""What a node's metadata says of a planned pass: its value is a tensor of its own in the plan."""
 
 
 AS_IT_IS: Final = "inductor_realize_to_strides"

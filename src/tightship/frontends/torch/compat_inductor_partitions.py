@@ -25,12 +25,12 @@ from tightship.frontends.torch.compat_compile import (
     overwritten_inputs,
     wanted_by_forward,
 )
-from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, LEAN, ORIGIN
+from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, EXISTS, LEAN, ORIGIN
 
 __all__ = [
-    "Pair", "as_planned", "copied", "digest", "draws", "effect_of", "extract", "is_view", "mark_lean", "origin",
-    "overwritten", "overwritten_count", "realize_as_is", "results_of", "runs_once", "stock_pair", "stock_saved",
-    "turns_to_channels_last", "with_backward", "without_tokens",
+    "Pair", "after_tangents", "as_planned", "copied", "digest", "draws", "effect_of", "extract", "is_view",
+    "mark_lean", "origin", "overwritten", "overwritten_count", "realize_as_is", "results_of", "runs_once",
+    "stock_pair", "stock_saved", "turns_to_channels_last", "with_backward", "without_tokens",
 ]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def overwritten(gm: GraphModule) -> set[Node]:
 def _only_forward(gm: GraphModule) -> tuple[set[str], set[str]]:
     """Of a joint graph: what the backward pass may not be given, and what has to be saved for it where it reads it,
     by name. Nothing that draws, has an effect, or reads what is overwritten, may run again."""
-    gone, late = overwritten(gm), _after_tangents(gm)
+    gone, late = overwritten(gm), after_tangents(gm)
 
     def must_be_saved(n: Node) -> bool:
         if draws(n):
@@ -116,7 +116,7 @@ def _only_forward(gm: GraphModule) -> tuple[set[str], set[str]]:
     return {n.name for n in gone}, {part.name for n in once for part in [n, *_parts(n)]}
 
 
-def _after_tangents(gm: GraphModule) -> set[Node]:
+def after_tangents(gm: GraphModule) -> set[Node]:
     """The nodes of a joint graph that only a backward pass can compute."""
     late: set[Node] = set()
     for n in gm.graph.nodes:
@@ -369,8 +369,10 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
     channels-last, as it does not in a backward pass without one: for gradients of depthwise convolutions oneDNN then
     takes many times the workspace. Layouts stay there.
 
-    In a lean pass (`mark_lean`) C++ kernels end where much is dead, and what follows the last convolution lies as it
-    does: Inductor would lay out anew what is saved of it, and kernels of the backward pass would read both layouts.
+    In a lean pass (`mark_lean`) C++ kernels end where much is dead; what the plan has as a tensor (`EXISTS`) is one:
+    Inductor would compute what reads little where it is read, again in each kernel, and what it reads would stay; and
+    what follows the last convolution lies as it does: Inductor would lay out anew what is saved of it, and kernels of
+    the backward pass would read both layouts.
     """
     from torch._inductor import config
     from torch._inductor.codegen.cpp import CppScheduling
@@ -388,7 +390,13 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
         return found
 
     worth = min((n.meta[LEAN] for n in graph.graph.nodes if LEAN in n.meta), default=None)
-    ready = CppScheduling.ready_to_flush
+    ready, run_node = CppScheduling.ready_to_flush, GraphLowering.run_node
+
+    def realized(self: Any, n: Node) -> Any:
+        result = run_node(self, n)
+        if EXISTS in n.meta:
+            result.realize()
+        return result
 
     def ends(self: Any) -> bool:
         return bool(ready(self)) or (worth is not None and _dead(self.scheduler) >= worth)
@@ -397,9 +405,11 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
         if ours:
             GraphLowering.find_nodes_prefer_channels_last = but_inputs
             CppScheduling.ready_to_flush = ends
+            GraphLowering.run_node = run_node if worth is None else realized
         try:
             yield
         finally:
+            GraphLowering.run_node = run_node
             CppScheduling.ready_to_flush = ready
             GraphLowering.find_nodes_prefer_channels_last = before
 

@@ -19,8 +19,21 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tightship.errors import Unsupported
-from tightship.frontends.builder import GraphBuilder, trace_line
+from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
+from tightship.frontends.torch.capture.fused_nodes import (
+    INDEXED,
+    arguments,
+    bytes_of,
+    is_created,
+    is_pointwise,
+    is_reduction,
+    lies_otherwise,
+    like,
+    masks_of,
+    place_of,
+    tensors_of,
+)  # fmt: skip
 from tightship.frontends.torch.compat_inductor import is_view
 from tightship.frontends.torch.compiled_collectives import is_gather, number_of
 from tightship.graph import Graph, Op
@@ -29,22 +42,8 @@ from tightship.plan import Plan, Step
 from tightship.simulate import replay
 
 __all__ = [
-    "FusedJoint", "Fusing", "Writing", "between_blocks", "fuse", "is_pointwise", "is_reduction", "is_view",
-    "place_of", "tensors_of", "with_excess", "with_workspaces",
+    "FusedJoint", "Fusing", "Writing", "between_blocks", "fuse", "with_excess", "with_workspaces",
 ]  # fmt: skip
-
-_LIKE_POINTWISE = (
-    "prims.convert_element_type.default", "prims.inductor_lookup_seed.default", "prims.inductor_random.default",
-    "prims.inductor_lookup_seed", "prims.inductor_random", "inductor_lookup_seed", "inductor_random",
-    "aten.clone.default", "aten.embedding.default", "aten.index.Tensor", "aten.gather.default",
-    "aten.constant_pad_nd.default", "aten._to_copy.default",
-)  # fmt: skip
-
-
-_INDEXED = (
-    "aten.embedding.default", "aten.index.Tensor", "aten.gather.default", "aten.constant_pad_nd.default",
-)  # fmt: skip
-"""Of those, what reads elements at other places than it writes to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +221,8 @@ class Writing:
         new.meta = {**node.meta, compat_inductor.ORIGIN: node.name, compat_inductor.SEGMENT: self.segment}
         if node in self.joint.exists and lies_otherwise(node):
             new.meta[compat_inductor.AS_IT_IS] = True
+        if node in self.joint.exists and is_pointwise(node):
+            new.meta[compat_inductor.EXISTS] = True
         return new
 
     def read(self, node: Node) -> Node:
@@ -253,10 +254,11 @@ class Writing:
             raise Unsupported(f"reading {node.name} in the backward pass", "the plan has it nowhere then")
 
 
-def fuse(gm: GraphModule, outputs: int, *, name: str = "joint") -> FusedJoint:
-    """The model of a joint graph whose first ``outputs`` results are the forward pass's. Raises ``Unsupported`` for
-    higher-order ops and symbolic sizes."""
-    return Fusing(gm, outputs, name).run()
+def fuse(gm: GraphModule, outputs: int, *, name: str = "joint", masks: bool = True) -> FusedJoint:
+    """The model of a joint graph whose first ``outputs`` results are the forward pass's. ``masks``: whether what the
+    backward pass makes of the forward pass's values, and is smaller than they are, may be saved in their place.
+    Raises ``Unsupported`` for higher-order ops and symbolic sizes."""
+    return Fusing(gm, outputs, name, masks).run()
 
 
 @dataclass
@@ -264,12 +266,14 @@ class Fusing:
     gm: GraphModule
     outputs: int
     name: str
+    keep_masks: bool = False
     builder: GraphBuilder = field(default_factory=GraphBuilder)
     value: dict[Node, int] = field(default_factory=dict)  # of nodes with a storage
     nodes: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     ops: dict[int, Node] = field(default_factory=dict)
     overwritten: set[Node] = field(default_factory=set)  # inputs that are others in the backward pass
+    masks: set[Node] = field(default_factory=set)  # as `masks_of` has them
     _sent: tuple[int, ...] = ()  # the last collective
 
     def run(self) -> FusedJoint:
@@ -278,6 +282,9 @@ class Fusing:
         self.calls = [n for n in self.gm.graph.nodes if n.op == "call_function"]
         self._check()
         self.late = _late(self.gm, self.results[: self.outputs])
+        if self.keep_masks:
+            self.masks, early = masks_of(self.gm, self.late)
+            self.late -= early
         self.overwritten = compat_inductor.overwritten(self.gm)
         self.exists = self._existing()
         primals = self._primals()
@@ -325,12 +332,12 @@ class Fusing:
         readers: dict[Node, set[Node]] = {}
         exists: set[Node] = set()
         for n in reversed(self.calls):
-            users = [u for u in n.users if u.op == "call_function"]
+            users = [u for u in n.users if u.op == "call_function" and u not in self.masks]
             reached: set[Node] = set()
             for u in users:
                 reached |= {self._reader(u)} if u in exists else readers.get(u, set())
             readers[n] = reached
-            if n.target is operator.getitem or is_view(n) or _is_created(n):
+            if n.target is operator.getitem or is_view(n) or is_created(n):
                 continue
             foreign = any(self._foreign(r) for r in reached)
             across = n not in self.late and any(r in self.late for r in reached)
@@ -379,7 +386,7 @@ class Fusing:
 
     def _value(self, n: Node, t: torch.Tensor, kind: str = "activation") -> None:
         self.value[n] = self.builder.tensor(
-            n.name, _nbytes(t), str(t.dtype).removeprefix("torch."), tuple(t.shape), kind
+            n.name, bytes_of(t), str(t.dtype).removeprefix("torch."), tuple(t.shape), kind
         )
         self.nodes[self.builder.storage_of(self.value[n])] = n.name
 
@@ -419,7 +426,7 @@ class Fusing:
     def _overwrites(self, n: Node) -> tuple[tuple[int, int], ...]:
         """``Op.overwrites``: fused code writes a pointwise result over what it reads element by element and nothing
         needs any more."""
-        if n not in self.value or not is_pointwise(n) or str(n.target) in _INDEXED:
+        if n not in self.value or not is_pointwise(n) or str(n.target) in INDEXED:
             return ()
         made = self.builder.storage_of(self.value[n])
         alike: dict[int, bool] = {}
@@ -433,17 +440,17 @@ class Fusing:
             m, same = at
             if m in self.value:
                 s = self.builder.storage_of(self.value[m])
-                ours = m.op == "call_function" and _like(m, n)
+                ours = m.op == "call_function" and like(m, n)
                 alike[s] = alike.get(s, True) and same and ours
             elif m not in self.exists or m.target is operator.getitem:
-                same = same and (is_view(m) or is_pointwise(m)) and str(m.target) not in _INDEXED
+                same = same and (is_view(m) or is_pointwise(m)) and str(m.target) not in INDEXED
                 stack.extend((a, same) for a in m.all_input_nodes)
         return tuple((s, made) for s, same in alike.items() if same)
 
     def _cost(self, n: Node, reads: dict[int, None], outs: Sequence[int]) -> tuple[int, float]:
         flops = 0
         if not is_pointwise(n) and not is_reduction(n):
-            args, kwargs = _arguments(n)
+            args, kwargs = arguments(n)
             if isinstance(n.target, torch._ops.OpOverload):
                 flops = compat.flops_of(n.target, args, kwargs, n.meta.get("val"))
         storages = self.builder.storages
@@ -500,58 +507,6 @@ def _late(gm: GraphModule, forward: Sequence[Any]) -> set[Node]:
         ):
             late.add(n)
     return late
-
-
-# --- kinds of nodes ---
-
-
-def _is_created(n: Node) -> bool:
-    return not n.all_input_nodes and not compat_inductor.draws(n) and not compat_compile.mutates(n)
-
-
-def is_pointwise(n: Node) -> bool:
-    if compat_inductor.draws(n) or compat_compile.mutates(n):
-        return False
-    return torch.Tag.pointwise in getattr(n.target, "tags", ()) or str(n.target) in _LIKE_POINTWISE
-
-
-def lies_otherwise(n: Node) -> bool:
-    """Whether a pointwise result does not lie in the order of its sizes: what Inductor makes of it by itself does,
-    and is copied for each kernel of somebody else's that reads it through a view."""
-    return is_pointwise(n) and any(t.dim() > 1 and not t.is_contiguous() for t in tensors_of(n))
-
-
-def is_reduction(n: Node) -> bool:
-    return torch.Tag.reduction in getattr(n.target, "tags", ()) or str(n.target).split(".")[1:2] in (
-        ["sum"], ["mean"], ["amax"], ["amin"], ["var_mean"], ["var"], ["prod"], ["any"], ["argmax"], ["_softmax"],
-    )  # fmt: skip
-
-
-def tensors_of(n: Node) -> list[torch.Tensor]:
-    val = n.meta.get("val")
-    return [val] if isinstance(val, torch.Tensor) else []
-
-
-def _like(a: Node, b: Node) -> bool:
-    """Whether two nodes' tensors are of one type and as many bytes."""
-    rows = [[(t.dtype, _nbytes(t)) for t in tensors_of(n)] for n in (a, b)]
-    return rows[0] == rows[1]
-
-
-def _nbytes(t: torch.Tensor) -> int:
-    if not t.numel():
-        return 0
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return int((last + 1) * t.element_size())
-
-
-def _arguments(n: Node) -> tuple[Any, Any]:
-    args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: a.meta.get("val"))
-    return args, kwargs
-
-
-def place_of(n: Node) -> str:
-    return trace_line(n.meta.get("stack_trace") or "") or n.name
 
 
 def between_blocks(joint: GraphModule, is_late: Callable[[Node], bool]) -> tuple[str, ...]:

@@ -14,16 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tightship.frontends.torch import compat_compile, compat_inductor
-from tightship.frontends.torch.capture.fused import (
-    Fusing,
-    Writing,
-    is_pointwise,
-    is_reduction,
-    is_view,
-    place_of,
-    tensors_of,
-    with_excess,
-)  # fmt: skip
+from tightship.frontends.torch.capture.fused import Fusing, Writing, with_excess
+from tightship.frontends.torch.capture.fused_nodes import is_pointwise, is_reduction, place_of, tensors_of
+from tightship.frontends.torch.compat_inductor import is_view
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.plan import Plan
