@@ -56,6 +56,7 @@ def engine_arguments() -> dict[str, Any]:
             recorded.update(arguments)
 
         gaps = (np.zeros(0, np.int32),) * 3
+        allowed = np.zeros(0, np.uint8)
 
         def set_horizon(self, positions: int) -> None: ...
 
@@ -75,7 +76,7 @@ def engine_calls() -> Iterator[Call]:
     def engine(**given: Any) -> Any:
         made = real(**given)
         gaps = len(made.gaps[0])
-        for decision in range(6):  # what was let in is worked with
+        for decision in range(7):  # what was let in is worked with
             made.emit(np.full(gaps, decision, np.uint8), 1 << 12)
         return made
 
