@@ -132,11 +132,11 @@ def main() -> None:
         found = [cell(graph, share) for share in shares]
         rows.append((title, [text for text, _ in found]))
         gaps += [gap for _, gap in found if gap is not None]
-        console.print(title, *rows[-1][1], sep="; ")
+        console.print(title, *rows[-1][1], sep="; ", soft_wrap=True)
     few = sum(gap <= 1.0 for gap in gaps)
     text = f"{datetime.date.today()}; of {len(gaps)} plans {few} are within a point of the bound."
     text = f"{text}\n\n{table(rows, shares)}"
-    console.print(text, markup=False)
+    console.print(text, markup=False, soft_wrap=True)
     if chosen.write:
         pages.put(PAGE, BEGIN, END, text)
 

@@ -6,6 +6,9 @@ namespace tightship {
 
 namespace {
 
+// Bytes, at most: those of what is made in many ways are counted many times over.
+constexpr i64 kMany = i64{1} << 60;
+
 Rows as_rows(const std::vector<std::vector<i32>>& lists) {
     Rows r;
     r.start.push_back(0);
@@ -164,7 +167,7 @@ void Index::find_stays() {
             for (const i32 reader : touches[s]) {
                 if (reader == at) continue;
                 for (const i32 d : p.defines[p.order[reader]]) {
-                    saves[s] += saves[d];
+                    saves[s] = std::min(kMany, saves[s] + std::min(kMany, saves[d]));
                     until_then[s] = std::max(until_then[s], until_then[d]);
                 }
             }
