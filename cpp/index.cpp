@@ -159,7 +159,8 @@ void Index::find_stays() {
         if (from < p.boundary) saves[s] = p.size[s];
         until_then[s] = std::max(until_then[s], std::min(to, static_cast<i32>(p.ops) - 1));
     }
-    std::vector<std::vector<i32>> ends(p.ops + 1);
+    std::vector<i32> end(p.storages, -1);
+    std::vector<std::vector<i32>> ends(p.ops);
     for (i32 at = p.boundary; at-- > 0;)
         for (const i32 s : p.defines[p.order[at]]) {
             if (saves[s] || !p.size[s] || p.kept[s] || !replayable[s] || p.must[s]) continue;
@@ -171,12 +172,9 @@ void Index::find_stays() {
                     until_then[s] = std::max(until_then[s], until_then[d]);
                 }
             }
-            if (saves[s] > p.size[s]) ends[until_then[s]].push_back(s);
+            if (saves[s] > p.size[s]) ends[end[s] = until_then[s]].push_back(s);
         }
     stay_ends = as_rows(ends);
-    std::vector<i32> end(p.storages, -1);
-    for (i64 at = 0; at < p.ops; ++at)
-        for (const i32 s : stay_ends[at]) end[s] = static_cast<i32>(at);
     if (stay_ends.item.empty()) return;
     Rows longer{{0}, {}};
     std::vector<i32> gap, version;

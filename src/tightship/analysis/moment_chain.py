@@ -180,8 +180,9 @@ class _Stretches:
     def _version(self, j: int, v: int) -> None:
         """A version that is needed was there, or the op that makes it runs, as far as it can in this stretch."""
         m, need, maker = self.model, self.needs[j, v], self.of.maker[v]
-        made = m.new_bool_var("")
-        ways = [made]
+        if j < self.last and (self.after[j + 1][maker] or maker == self.ops[j + 1]):
+            return  # it is made later
+        ways = [self._run(j, maker)]
         if not self.after[j][maker]:
             held = m.new_bool_var("")
             self.held[j].append((v, held))
@@ -189,8 +190,6 @@ class _Stretches:
             if j and (earlier := self._need(j - 1, v)) is not None:
                 m.add_implication(held, earlier)
         m.add_bool_or([*ways, need.negated()])
-        if j == self.last or not (self.after[j + 1][maker] or maker == self.ops[j + 1]):
-            m.add_implication(made, self._run(j, maker))
 
     def _op(self, j: int, op: int) -> None:
         """An op reads what is needed for that; one that ran before costs its time."""

@@ -360,9 +360,9 @@ def with_saved(problem: EvictionProblem, saved: frozenset[int]) -> Decision:
         return problem.cost(problem.nothing(), 0)
     boundary = backward_start(problem.graph, problem.order)
     crossing = (problem.gaps[:, 1] < boundary) & (problem.gaps[:, 2] >= boundary)
-    leaves = crossing & ~np.isin(problem.gaps[:, 0], list(saved))
-    bits = leaves.astype(np.uint8) * np.uint8(EVICT)
-    bits[problem.stays & np.isin(problem.gaps[:, 0], list(saved))] = STAY
+    there = np.isin(problem.gaps[:, 0], list(saved))
+    bits = (crossing & ~there).astype(np.uint8) * np.uint8(EVICT)
+    bits[problem.stays & there] = STAY
     return problem.cost(bits, 0)
 
 

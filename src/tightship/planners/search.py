@@ -127,7 +127,7 @@ class Search:
     only_places: bool = False
     interrupted: bool = False
     quick: bool = False
-    """Whether a lower bound on the time will do that is soon there."""
+    """Whether the bound on the time is that of each moment alone, which is lower and sooner there."""
     whole: bool = True
     """Whether it is not a turn of another one."""
     aims: bool = True

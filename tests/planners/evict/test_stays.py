@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from tightship.diagnose.decisions import why
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners import default
-from tightship.planners.evict.problem import KEEP, STAY, EvictionProblem
+from tightship.planners.evict.problem import EVICT, KEEP, STAY, EvictionProblem
+from tightship.planners.run import decision_plan
 from tightship.simulate import baseline, replay
 
 MADE, JOINED = 10.0, 1.0
@@ -69,3 +71,31 @@ def test_results_and_what_is_larger_than_all_that_is_made_of_it_have_no_such_cho
     graph = Graph(graph.ops, graph.values, tuple(wide), graph.inputs, outputs)
     problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     assert {graph.storages[s].name for s in problem.gaps[problem.stays, 0]} == {"make0"} - kept
+
+
+def test_why_a_plan_is_so_knows_what_stays() -> None:
+    """The decisions read from a plan's steps are those that it was made by."""
+    graph = dense(12)
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    joined = np.array([graph.storages[s].name.startswith("join") for s in problem.gaps[:, 0]])
+    bits = np.where(problem.stays, STAY, joined * EVICT).astype(np.uint8)
+    steps = problem.steps(bits)
+    plan = decision_plan(graph, steps, replay(graph, steps))
+    assert why(graph, plan, "join3").exact
+    other = problem.steps((joined * EVICT).astype(np.uint8))
+    assert why(graph, decision_plan(graph, other, replay(graph, other)), "join3").exact
+
+
+def test_bytes_that_are_counted_many_times_over_stay_within_numbers() -> None:
+    """Each op reads all results before it, of which the last one alone is read by the backward."""
+    n = 90
+    storages = [Storage("x", 64, "input"), *(Storage(f"a{k}", 64) for k in range(n)), Storage("end", 64)]
+    ops = [Op(f"a{k}", "a", tuple(range(k + 1)), (k + 1,), time=1.0) for k in range(n)]
+    ops += [Op("loss", "l", (0,), (n + 1,), time=1.0)]
+    storages.append(Storage("back", 64))
+    ops += [Op("back", "b", (n, n + 1), (n + 2,), time=1.0, phase="backward")]
+    values = tuple(Value(s.name, i) for i, s in enumerate(storages))
+    graph = Graph(tuple(ops), values, tuple(storages), (0,), (n + 2,))
+    problem = EvictionProblem(graph, tuple(range(len(ops))))
+    names = [graph.storages[s].name for s in problem.gaps[problem.stays, 0]]
+    assert names == [f"a{k}" for k in range(n - 2)]
