@@ -19,11 +19,11 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.parts import Loop
+from tightship.execute.parts_in_hand import PartOfGradient
 from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
     Part,
-    PartOfGradient,
     Placed,
     average_reads,
     read_once,

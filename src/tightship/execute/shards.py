@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
-import warnings
-import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat_capture, compat_distributed
+from tightship.execute.parts_in_hand import NoParts, Parts, WrittenThrough, reading, telling_parameters
+from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.collectives import (
     Division,
     gathered,
@@ -31,7 +28,6 @@ from tightship.frontends.torch.collectives import (
     share,
 )
 from tightship.frontends.torch.optimizer.given import each
-from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import map_leaves
 
 __all__ = [
@@ -40,66 +36,6 @@ __all__ = [
 ]  # fmt: skip
 
 _MARK, _SAYS = "_tightship_shards", "_tightship_says_parts"
-
-
-class _Reading:
-    """Whether the code of a step runs; whether it is this module's own that has parts in hand; and whether a method
-    runs that reads whole parameters."""
-
-    active = own = whole = False
-
-    @contextmanager
-    def parts(self) -> Iterator[None]:
-        before, self.own = self.own, True
-        try:
-            yield
-        finally:
-            self.own = before
-
-    def by_caller(self) -> bool:
-        """Whether a parameter is read by code between steps, and not by a module that computes with it."""
-        computes = self.active or self.whole or torch.compiler.is_compiling() or compat_capture.in_a_module()
-        return not computes
-
-
-_reading = _Reading()
-
-
-Parts = Mapping[int, tuple[str, weakref.ref[torch.Tensor]]]
-"""Names of parameters of which ranks have parts, and these, by id."""
-
-
-class _NoParts(TorchFunctionMode):
-    """Refuses what the code of a step computes of parts that it has from elsewhere than an attribute of a module or
-    ``parameters()``: they may be taken for whole parameters without an error, where shapes broadcast."""
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _reading.own:
-            found = (self._parts.get(id(t)) for t in tensors_in((args, kwargs)))
-            part = next((row for row in found if row is not None and row[1]() is not None), None)
-            if part is not None:
-                return self._answer(part[0], func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Of a question that is not for a tensor: whether it is trained, its type."""
-        refused = Unsupported(
-            f"the parameter {name!r} in the code of a step, read otherwise than by its module's attribute,",
-            "there it is this rank's part, and not the whole parameter",
-            "read it where the module has it (self.weight), or by parameters()",
-        )
-        try:
-            out = func(*args, **kwargs)
-        except RuntimeError as error:  # as shapes do not fit
-            raise refused from error
-        if next(tensors_in(out), None) is not None:
-            raise refused
-        return out
 
 
 class Gathering:
@@ -111,7 +47,7 @@ class Gathering:
 
     def read(self, part: torch.Tensor) -> torch.Tensor:
         """The parameter. Inside of a step once: its gradients add up before they are sent, as in eager."""
-        with _reading.parts():
+        with reading.parts():
             return self._now(part)
 
     def _now(self, part: torch.Tensor) -> torch.Tensor:
@@ -190,57 +126,6 @@ class Part(Gathering):
         raise NotImplementedError
 
 
-_OF_ALL = (
-    "norm", "vector_norm", "matrix_norm", "_foreach_norm", "_amp_foreach_non_finite_check_and_unscale_",
-)  # fmt: skip
-"""Functions of torch that answer of this rank's part what their callers want to know of the whole gradient."""
-
-
-class PartOfGradient(torch.Tensor):
-    """This rank's part of a gradient in the hands of the caller: a tensor as any other, but that its norm is not
-    asked for."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "").removeprefix("linalg_") in _OF_ALL:
-            raise Unsupported(
-                "the norm of a gradient of which this rank has a part, or whether it is finite,",
-                "it would be another one on each rank, where that of the whole gradient is meant",
-                "ask that of step.named_parameters(), which has DTensors, or give fit clip_norm=, skip_nonfinite= or "
-                "scaler=",
-            )  # fmt: skip
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-class WrittenThrough(torch.Tensor):
-    """A whole parameter in the hands of code between steps: a tensor as any other, but that this rank's part of what
-    is written to it, or to a view of it, is written to the part of the parameter."""
-
-    base: Any
-    to: Any
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-            given = [t for t in tensors_in((args, kwargs or {})) if isinstance(t, WrittenThrough)]
-            homes = {t.untyped_storage().data_ptr(): t for t in given if t.numel()}
-            with torch.no_grad():
-                for t in homes.values():
-                    shard, part = t.to
-                    now = shard.part(t.base.detach().as_subclass(torch.Tensor))
-                    if not torch.equal(now, part):
-                        part.copy_(now)
-        if isinstance(out, torch.Tensor) and type(out) is not torch.Tensor:
-            out = out.as_subclass(torch.Tensor)
-        source = homes.get(out.untyped_storage().data_ptr()) if isinstance(out, torch.Tensor) else None
-        if source is not None and not isinstance(out, WrittenThrough):
-            out = out.as_subclass(WrittenThrough)
-            out.base, out.to = source.base, source.to
-        return out
-
-
 class Shard(Part):
     """Which part of a parameter this rank keeps: as `torch.chunk` cuts the first dimension, filled up with zeros to
     the size of the largest part, so that all ranks run the same ops. ``placed``: what is gathered is itself a part,
@@ -301,7 +186,7 @@ class Shard(Part):
             return self.read(part)
         key = torch.is_grad_enabled(), id(part)
         if key not in self._listed:
-            with _reading.parts():
+            with reading.parts():
                 self._listed[key] = self.distributed(part)
         return self._listed[key]
 
@@ -492,11 +377,11 @@ def read_once(shards: Iterable[Gathering], parts: Parts | None = None) -> Iterat
     for one in shards:
         one.reading(True)
     try:
-        with _listed_as_read() if shards else nullcontext(), _NoParts(parts) if parts else nullcontext():
-            _reading.active = True
+        with _listed_as_read() if shards else nullcontext(), NoParts(parts) if parts else nullcontext():
+            reading.active = True
             yield
     finally:
-        _reading.active = False
+        reading.active = False
         for one in shards:
             one.reading(False)
 
@@ -531,33 +416,8 @@ def _listed_as_read() -> Iterator[None]:
 
 def say_parts(model: torch.nn.Module) -> None:
     """Has the model warn, once, code that is given its parts where eager's would be given DTensors, or whole ones."""
-    if getattr(type(model), _SAYS, False):
-        return
-    kind, said = type(model), False
-
-    def named_parameters(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        nonlocal said
-        if not said and not _reading.active and (level := _callers_level()):
-            said = True
-            warnings.warn(_PARTS, stacklevel=level)
-        return kind.named_parameters(module, *args, **kwargs)
-
-    _read_by(model, {}, **{"named_parameters": named_parameters, _SAYS: True})
-
-
-_PARTS = (
-    "parameters() gives this rank's parts: what is done element by element is done to all, a norm or a count is of "
-    "the part alone; step.named_parameters() and state_dict() have DTensors, which ask all ranks"
-)
-
-
-def _callers_level() -> int:
-    """How far away the code is that asks for parameters; 0 for torch's, or this package's, own."""
-    level, frame = 2, sys._getframe(2)
-    while frame.f_globals.get("__name__") == torch.nn.Module.__module__ and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    own = frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tightship")
-    return 0 if own else level
+    if not getattr(type(model), _SAYS, False):
+        _read_by(model, {}, **{"named_parameters": telling_parameters(type(model)), _SAYS: True})
 
 
 # --- models ---
@@ -657,11 +517,11 @@ def _read_whole(module: torch.nn.Module, name: str) -> None:
 
     @functools.wraps(own)
     def called(*args: Any, **kwargs: Any) -> Any:
-        before, _reading.whole = _reading.whole, True
+        before, reading.whole = reading.whole, True
         try:
             return own(*args, **kwargs)
         finally:
-            _reading.whole = before
+            reading.whole = before
 
     setattr(module, name, called)
 
@@ -720,7 +580,7 @@ def _reader(name: str, shard: Gathering) -> Any:
     def read(module: torch.nn.Module) -> torch.Tensor:
         part = module._parameters[name]
         assert part is not None
-        if isinstance(shard, Part) and _reading.by_caller():
+        if isinstance(shard, Part) and reading.by_caller():
             return shard.between(part)
         return shard.read(part)
 
