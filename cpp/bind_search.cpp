@@ -10,6 +10,7 @@
 #include "bind_arrays.h"
 #include "flow.h"
 #include "linear_bound.h"
+#include "reruns.h"
 #include "search.h"
 #include "states.h"
 
@@ -426,6 +427,33 @@ nb::tuple relax_of(Engine& e, const RowsIn& groups, i64 limit, const Flags& star
     });
 }
 
+Sequence sequence_in(const Engine& e, const Array<i32>& ops) {
+    const i64 count = e.index().p.ops;
+    check::within("ops", ops, 0, count - 1, "must be an op");
+    Sequence runs = sequence_of(to_vector(ops), count);
+    const i64 first = std::count_if(runs.begin(), runs.end(), [](const Run& r) { return !r.again; });
+    if (first != count)
+        check::refuse("ops has " + std::to_string(first) + " of " + std::to_string(count) + " ops",
+                      "must have every op");
+    return runs;
+}
+
+// Steps of other runs of the same ops (none: these read what is not there), what they cost, the work, and whether
+// Ctrl-C ended it.
+nb::tuple resequence_of(const Engine& e, const Array<i32>& ops, i64 limit, double heat, i64 span, i64 work,
+                        double seconds, std::uint64_t seed) {
+    check_limit(limit);
+    check::finite("heat", heat);
+    check::seconds(seconds);
+    const Sequence runs = sequence_in(e, ops);
+    Alarm alarm;
+    const Budget budget{check::at_most(work), alarm.set(seconds)};
+    const Resequenced found =
+        unlocked([&] { return resequence(e.index(), runs, limit, {heat, span}, seed, budget); });
+    return nb::make_tuple(steps_of(Lives(e.index()).emit(found.runs)), as_dict(found.cost), found.work,
+                          alarm.interrupted());
+}
+
 }  // namespace
 
 void bind_search(nb::module_& m) {
@@ -483,6 +511,7 @@ void bind_search(nb::module_& m) {
              "span"_a, "work"_a, "seconds"_a, "exchanges"_a, "seed"_a, "progress"_a.none())
         .def("lazy_greedy", &lazy_greedy_of, "rows"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a,
              "progress"_a.none())
+        .def("resequence", &resequence_of, "ops"_a, "limit"_a, "heat"_a, "span"_a, "work"_a, "seconds"_a, "seed"_a)
         .def("priced_cut", &cut_of, "boundary"_a, "bytes_per_second"_a,
              "seconds"_a = std::numeric_limits<double>::infinity())
         .def("relax", &relax_of, "groups"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a);

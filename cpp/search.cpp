@@ -7,8 +7,6 @@
 
 namespace tightship {
 
-namespace {
-
 bool better(const Cost& a, const Cost& b, i64 limit) {
     if (!a.valid || !b.valid) return a.valid && !b.valid;
     const bool fa = a.peak <= limit, fb = b.peak <= limit;
@@ -16,8 +14,6 @@ bool better(const Cost& a, const Cost& b, i64 limit) {
     if (fa) return a.extra < b.extra || (a.extra == b.extra && a.peak < b.peak);
     return a.peak < b.peak || (a.peak == b.peak && a.extra < b.extra);
 }
-
-}  // namespace
 
 Found begin(Engine& engine, i64 limit, const Bits& start) {
     Found best{start, engine.evaluate(start, limit)};
@@ -109,16 +105,6 @@ Found relax(Engine& engine, const Rows& groups, i64 limit, const Bits& start, co
     return best;
 }
 
-namespace {
-
-// The price on bytes above the limit goes up while less than a fifth of the states are within it, and down
-// while more than three fifths are, so that the walk stays about the limit, however steep time is there
-// (after Gendreau, Hertz and Laporte, 1994).
-constexpr i64 kTurns = 200;
-constexpr double kStep = 1.1, kCheapest = 0.05, kDearest = 1000;
-
-}  // namespace
-
 Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers, i64 limit, const Bits& start,
              const Cooling& cooling, double exchanges, std::uint64_t seed, const Budget& budget) {
     const Index& x = engine.index();
@@ -130,16 +116,16 @@ Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers,
     const double room = std::max<double>(1, double(limit - x.static_bytes));
     const double ops = double(std::max<i64>(1, x.p.ops));
     const double hot = cooling.heat, cold = hot / 100, span = double(std::max<i64>(1, cooling.span));
-    double price = 2.0;  // extra time (in step times) that one whole limit of excess is worth, for now
+    ExcessPrice price;
     auto energy = [&](const Cost& c) {
         const double over = std::max<double>(0, double(c.peak - limit)) / room;
-        return c.extra / base + price * (over + c.excess / (room * ops));
+        return c.extra / base + price.value() * (over + c.excess / (room * ops));
     };
     Bits now = best.evict;
     Cost cost = best.cost;
     double at = energy(cost);
     Changes changes;
-    i64 calls = 0, inside = 0;
+    i64 calls = 0;
     engine.follow(now, limit);
     while (!meter.over(best)) {
         const double t = hot * std::pow(cold / hot, std::min(1.0, double(meter.work()) / span));
@@ -149,7 +135,7 @@ Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers,
             continue;
         }
         const double reject_above = at - t * std::log(std::max(1e-12, moves.uniform()));
-        engine.price_excess(price * base / room, price * base / (room * ops));
+        engine.price_excess(price.value() * base / room, price.value() * base / (room * ops));
         const Cost c = engine.evaluate_near(now, changes, limit, reject_above * base);
         engine.price_excess(0, 0);
         meter.spend(c);
@@ -162,14 +148,8 @@ Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers,
         } else {
             for (auto it = changes.rbegin(); it != changes.rend(); ++it) now[it->first] = it->second;
         }
-        inside += cost.peak <= limit;
-        if (++calls % kTurns == 0) {
-            if (inside < kTurns / 5) price = std::min(kDearest, price * kStep);
-            if (inside > 3 * kTurns / 5) price = std::max(kCheapest, price / kStep);
-            at = energy(cost);
-            inside = 0;
-        }
-        if (calls % 2000 == 0) {  // start again from the best now and then
+        if (price.turn(cost.peak <= limit)) at = energy(cost);
+        if (++calls % 2000 == 0) {  // start again from the best now and then
             if (energy(best.cost) + 4 * t < at) {
                 now = best.evict, cost = best.cost, at = energy(cost);
                 engine.follow(now, limit);

@@ -43,6 +43,32 @@ class Meter {
     bool stopped_ = false;
 };
 
+// Whether a is within the limit and b is not, or faster, or above the limit by less.
+bool better(const Cost& a, const Cost& b, i64 limit);
+
+// What annealing takes bytes above the limit for, in step times that one whole limit of them is worth: more while
+// less than a fifth of the states are within it, less while more than three fifths are, so that the walk stays
+// about the limit, however steep time is there (after Gendreau, Hertz and Laporte, 1994).
+class ExcessPrice {
+  public:
+    double value() const { return price_; }
+    // Count a state. Whether the price may be another one since.
+    bool turn(bool within) {
+        inside_ += within;
+        if (++states_ % kTurns) return false;
+        if (inside_ < kTurns / 5) price_ = std::min(kDearest, price_ * kStep);
+        if (inside_ > 3 * kTurns / 5) price_ = std::max(kCheapest, price_ / kStep);
+        inside_ = 0;
+        return true;
+    }
+
+  private:
+    static constexpr i64 kTurns = 200;
+    static constexpr double kStep = 1.1, kCheapest = 0.05, kDearest = 1000;
+    double price_ = 2.0;
+    i64 states_ = 0, inside_ = 0;
+};
+
 // The start of a search with its cost; and takes what is better than the best so far.
 Found begin(Engine& engine, i64 limit, const Bits& start);
 bool offer(Found& best, const Bits& evict, const Cost& cost, i64 limit);

@@ -33,6 +33,7 @@ from tightship.planners.in_turns import InTurns
 from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
+from tightship.planners.reruns import Reruns
 from tightship.planners.shave import shaved
 from tightship.planners.turns import Storages
 from tightship.simulate import Timeline, replay
@@ -203,8 +204,13 @@ class Search:
         made = self._searched(self.problem, progress, clock)
         if budget is not None:
             first = self.problem
+            reruns = Reruns(self, clock)
+            if self.whole:
+                reruns.first()
             self._other_orders(progress, clock)
             self._aim_lower(first, progress, clock)
+            if self.whole:
+                reruns.last()
             made = self.reached.within(budget)
         if made is None and self.interrupted:
             raise KeyboardInterrupt
@@ -373,8 +379,9 @@ class Search:
         if line is not found.timeline:
             self.offer(line, clock)
 
-    def offer(self, line: Timeline, clock: Clock) -> floor.Placed:
-        """Keep such steps of the graph, if nothing beats them."""
+    def offer(self, line: Timeline, clock: Clock, *, hard: bool = True) -> floor.Placed:
+        """Keep such steps of the graph, if nothing beats them; ``hard``: with more effort for their places where the
+        first ones are above the budget."""
         assert self.budget is not None
         steps = drop_dead_runs(self.graph, line.steps, self.problem.chained)
         if len(steps) < len(line.steps):
@@ -384,7 +391,7 @@ class Search:
             self.problem.nothing(), line.peak, extra, 0, line.peak <= self.budget, steps=line.steps
         )
         found = run.Evicted(decision, line.steps, line)
-        made = self.placement.lay(found, clock.deadline.part(_PLACES), self.budget)
+        made = self.placement.lay(found, clock.deadline.part(_PLACES), self.budget if hard else None)
         self.reached.offer(made)
         return made
 

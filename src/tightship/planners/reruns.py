@@ -1,0 +1,203 @@
+"""Change a plan run by run: where ops run again, in the order they are in.
+
+Problem: a faster plan within a budget, or one of fewer bytes, from one that is there. Measure: exact bytes and seconds
+of every candidate. Source: ours; simulated annealing (Kirkpatrick et al. 1983), with parts of a plan left out and
+made anew (large neighborhoods: Shaw 1998). Decisions about gaps say one thing for all recomputations within a gap, and
+nothing of what these read of one another. Here a plan is the sequence of its runs alone (`cpp/reruns.h`): what a run
+makes stays until the last one that reads it, so that a run left out is bytes instead of time, and a run put in the
+other way round. Guarantee: never worse than what it began with; the same seed and work give the same plan. Complexity:
+a walk over the runs per candidate. Known limits: copies, packing, hints, and storages that several ops write stay as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tightship.graph import Graph
+from tightship.plan import Step
+from tightship.planners import floor
+from tightship.planners.clock import Clock
+from tightship.planners.default_options import Options
+from tightship.planners.evict.lowering import save_random_states
+from tightship.planners.evict.problem import EvictionProblem
+from tightship.simulate import Timeline, replay
+
+__all__ = ["Reruns"]
+
+_LARGEST = 20_000
+"""Ops of graphs whose plans are changed."""
+_CALLS, _MOST = 30_000, 40_000_000
+"""Candidates of one run of annealing, and runs of ops simulated for them at most."""
+_SHORT = 2
+"""By what that is divided where a plan is close to the least time."""
+_HEAT = 0.003
+"""The first temperature, in step times."""
+_FAR = 0.01
+"""So far above the goal, as a part of the step's time, is not close to it."""
+_TURNS, _FROM = 4, 3
+"""How often what came of one is changed again; of how many plans that need more than there is."""
+_NEARLY = 1.1
+"""How many times the budget a plan may need from which one within it is looked for."""
+_HOLES = 3
+"""How often fewer bytes are aimed at as the places of everything take more."""
+
+
+class Searching(Protocol):
+    """What is used of a search (`search.Search`)."""
+
+    graph: Graph
+    problem: EvictionProblem
+    options: Options
+    before: Timeline
+    near: float
+    time_bound: float
+    reached: floor.Reached
+    seen: list[floor.Placed]
+    interrupted: bool
+
+    @property
+    def bytes(self) -> int: ...
+
+    def ends(self, clock: Clock) -> bool: ...
+
+    def offer(self, line: Timeline, clock: Clock, *, hard: bool = True) -> floor.Placed: ...
+
+
+@dataclass
+class Reruns:
+    """The plans that a search finds."""
+
+    search: Searching
+    clock: Clock
+    changed: list[Timeline] = field(default_factory=list)
+    """What came of the first search, far from the goal."""
+
+    def first(self) -> None:
+        """Change what the first search found: where nothing is within the budget, or what comes of it is close to the
+        goal. Else other orders are compared with what it was before, for they are changed afterwards, too."""
+        if not self._may():
+            return
+        best = self.search.reached.within(self.search.bytes)
+        if best is None:
+            return self._lower()
+        line = self._fastest(best.found.timeline, self.search.bytes)
+        if self._close(line):
+            self._place(line, best.found.timeline)
+        else:
+            self.changed.append(line)
+
+    def last(self) -> None:
+        """Change the fastest plans that were found, where more than the gap is left to the goal; where none is within
+        the budget, those of the fewest bytes."""
+        if not self._may():
+            return
+        if self.search.reached.within(self.search.bytes) is None:
+            self._lower()
+        if self.search.reached.within(self.search.bytes) is not None:
+            self._faster()
+
+    def _may(self) -> bool:
+        search = self.search
+        few = len(search.graph.ops) <= _LARGEST
+        return few and not search.problem.only and "recompute" in search.problem.means
+
+    def _lower(self) -> None:
+        search = self.search
+        for start in search.reached.plans[:_FROM]:
+            line = start.found.timeline
+            for turn in range(_TURNS):
+                made = self._changed(line, search.bytes, 1, turn)
+                if made is None or made.peak >= line.peak:
+                    break
+                line = made
+                if line.peak <= search.bytes:
+                    break
+            if line is not start.found.timeline and search.offer(line, self.clock).needs <= search.bytes:
+                return
+
+    def _faster(self) -> None:
+        search, budget = self.search, self.search.bytes
+        best = search.reached.within(budget)
+        assert best is not None
+        line = self._fastest(min(self._begun(best.found.timeline), key=lambda x: x.time), budget)
+        self._place(line, best.found.timeline)
+
+    def _place(self, line: Timeline, best: Timeline) -> None:
+        """Offsets for steps that are faster than the best with a place for everything, or, where they leave too large
+        holes, for what comes of the best with a peak as many bytes lower; with more effort for the fastest where none
+        do."""
+        search, budget = self.search, self.search.bytes
+        first, limit = line, budget
+        for _ in range(_HOLES):
+            if line.time >= best.time or search.ends(self.clock):
+                break
+            needs = search.offer(line, self.clock, hard=False).needs
+            if needs <= budget:
+                return
+            limit -= needs - budget
+            line = self._fastest(best, limit)
+            if line.peak > limit:
+                break
+        if first.time < best.time and not search.ends(self.clock):
+            search.offer(first, self.clock)
+
+    def _begun(self, best: Timeline) -> list[Timeline]:
+        """The fastest steps so far, and, where these are not close to the goal, what comes of others."""
+        search, budget = self.search, self.search.bytes
+        if self._close(best):
+            return [best]
+        rows = {x.found.timeline.steps: x.found.timeline for x in search.seen if x.found.timeline is not best}
+        near = [line for line in rows.values() if line.peak <= budget * _NEARLY]
+        made = [self._changed(line, budget, 1, 0) for line in sorted(near, key=lambda x: x.time)[:_FROM]]
+        return [best, *self.changed, *(line for line in made if line is not None and line.peak <= budget)]
+
+    def _close(self, line: Timeline) -> bool:
+        return self._above(line) <= _FAR * self.search.before.time
+
+    def _above(self, line: Timeline) -> float:
+        """By how many seconds steps are above the goal."""
+        search = self.search
+        return line.time - search.time_bound * (1 + max(search.options.gap, search.near))
+
+    def _fastest(self, line: Timeline, limit: int) -> Timeline:
+        """What comes of steps within a limit, until it is near the goal or gains nothing more."""
+        search, idle = self.search, 0
+        for turn in range(_TURNS):
+            if self._above(line) <= 0 or idle > 1:
+                break
+            made = self._changed(line, limit, _SHORT if self._close(line) else 1, turn)
+            if made is None or made.peak > limit or (line.peak <= limit and made.time >= line.time):
+                idle += 1
+                continue
+            idle = idle + 1 if line.time - made.time < search.options.gap * search.before.time else 0
+            line = made
+        return line
+
+    def _changed(self, line: Timeline, limit: int, part: int, seed: int) -> Timeline | None:
+        """What comes of steps, for a limit on their peak; None where nothing can be changed."""
+        search = self.search
+        runs = runs_of(line.steps)
+        if runs is None or search.ends(self.clock):
+            return None
+        work = min(_CALLS * len(runs), _MOST, search.options.work) // part
+        random = [op.state for op in search.graph.ops if op.random]
+        columns, cost, _, stopped = search.problem.engine.resequence(
+            runs, limit - sum(random), _HEAT, work, work, self.clock.search.left, search.options.seed + seed
+        )
+        search.interrupted |= stopped
+        if not cost["valid"]:
+            return None
+        steps = save_random_states(search.graph, search.problem.steps_of(columns))
+        return replay(search.graph, steps)
+
+
+def runs_of(steps: Sequence[Step]) -> NDArray[np.int32] | None:
+    """The ops that steps run, in order; None of steps that do more than run ops and free storages."""
+    plain = all(step.kind in ("compute", "recompute", "free") and not step.waits for step in steps)
+    return np.array([s.op for s in steps if s.kind != "free"], dtype=np.int32) if plain else None
