@@ -438,8 +438,8 @@ Sequence sequence_in(const Engine& e, const Array<i32>& ops) {
     return runs;
 }
 
-// Steps of other runs of the same ops (none: these read what is not there), what they cost, the work, and whether
-// Ctrl-C ended it.
+// Steps of other runs of the same ops (none: these read what is not there), what they cost, the work, and
+// whether Ctrl-C ended it.
 nb::tuple resequence_of(const Engine& e, const Array<i32>& ops, i64 limit, double heat, i64 span, i64 work,
                         double seconds, std::uint64_t seed) {
     check_limit(limit);
@@ -511,7 +511,8 @@ void bind_search(nb::module_& m) {
              "span"_a, "work"_a, "seconds"_a, "exchanges"_a, "seed"_a, "progress"_a.none())
         .def("lazy_greedy", &lazy_greedy_of, "rows"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a,
              "progress"_a.none())
-        .def("resequence", &resequence_of, "ops"_a, "limit"_a, "heat"_a, "span"_a, "work"_a, "seconds"_a, "seed"_a)
+        .def("resequence", &resequence_of, "ops"_a, "limit"_a, "heat"_a, "span"_a, "work"_a, "seconds"_a,
+             "seed"_a)
         .def("priced_cut", &cut_of, "boundary"_a, "bytes_per_second"_a,
              "seconds"_a = std::numeric_limits<double>::infinity())
         .def("relax", &relax_of, "groups"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a);

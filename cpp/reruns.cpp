@@ -59,8 +59,9 @@ void Lives::sees(i32 s, i32 version) {
 void Lives::make(Run run, i32 at, Step& step, std::vector<i32>& gone) {
     const Program& p = x_.p;
     for (const i32 d : p.defines[run.op]) {
-        if (need_[d]) {
-            if (tracked_[d] && expect_[d] != 1) valid_ = false;
+        const bool other = tracked_[d] && expect_[d] != 1;
+        if (need_[d] && !(run.again && other)) {  // of a later version the one before it is still there
+            if (other) valid_ = false;
             need_[d] = 0, expect_[d] = -1, kept_[d] = at;
             --open_;
             live_ -= p.size[d];

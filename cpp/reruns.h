@@ -1,9 +1,9 @@
 // A plan as the sequence of its runs: every op once, and again before something that reads what it made.
 //
-// Nothing else is decided. What a run makes stays until the last run that reads it, or until it is made again;
-// runs again of which nothing is read are not there. So each sequence has one cost, whatever decided it, and can
-// be changed run by run: one left out, and its result takes bytes instead of time; one put in, the other way
-// round.
+// Nothing else is decided. What a run makes stays until the last run that reads it, or until it is made
+// again; runs again of which nothing is read are not there. So each sequence has one cost, whatever decided
+// it, and can be changed run by run: one left out, and its result takes bytes instead of time; one put in,
+// the other way round.
 #pragma once
 
 #include <limits>
@@ -23,8 +23,8 @@ using Sequence = std::vector<Run>;
 // Ops as they run, each for the first time where it comes first.
 Sequence sequence_of(const std::vector<i32>& ops, i64 count);
 
-// What a cost is compared with: seconds of recomputation, for each byte of the peak above the limit and for each
-// of excess so many more, are not above `cutoff`.
+// What a cost is compared with: seconds of recomputation, for each byte of the peak above the limit and for
+// each of excess so many more, are not above `cutoff`.
 struct Prices {
     i64 limit = std::numeric_limits<i64>::max();
     double cutoff = std::numeric_limits<double>::infinity(), peak = 0, excess = 0;
@@ -35,8 +35,8 @@ class Lives {
   public:
     explicit Lives(const Index& index);
 
-    // Not valid beyond the cutoff, and where a run reads what was not made yet, or another version than the op
-    // did at first. `peak_at` is a run.
+    // Not valid beyond the cutoff, and where a run reads what was not made yet, or another version than the
+    // op did at first. `peak_at` is a run.
     Cost evaluate(const Sequence& runs, const Prices& prices);
 
     // Of the sequence evaluated last: bytes in use at each run, and which runs again are in vain.
@@ -75,8 +75,9 @@ struct Resequenced {
     i64 work = 0;  // runs simulated
 };
 
-// Simulated annealing over sequences, from one on: runs left out and put in, one for another, parts left out and
-// made anew, first runs later. Of the best, runs that are not needed to stay within the limit are left out.
+// Simulated annealing over sequences, from one on: runs left out and put in, one for another, parts left out
+// and made anew, first runs later. Of the best, runs that are not needed to stay within the limit are left
+// out.
 Resequenced resequence(const Index& index, const Sequence& runs, i64 limit, const Cooling& cooling,
                        std::uint64_t seed, const Budget& budget);
 

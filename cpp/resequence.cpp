@@ -41,9 +41,8 @@ std::vector<std::uint8_t> needless(const RunMoves& moves, const Index& x, Lives&
     std::vector<i32> again;
     for (i32 at = 0; at < static_cast<i32>(best.runs.size()); ++at)
         if (best.runs[at].again && moves.may_run_again(best.runs[at].op)) again.push_back(at);
-    std::stable_sort(again.begin(), again.end(), [&](i32 a, i32 b) {
-        return x.p.again[best.runs[a].op] > x.p.again[best.runs[b].op];
-    });
+    std::stable_sort(again.begin(), again.end(),
+                     [&](i32 a, i32 b) { return x.p.again[best.runs[a].op] > x.p.again[best.runs[b].op]; });
     std::vector<std::uint8_t> out(best.runs.size(), 0);
     Sequence rest;
     std::vector<i32> from;

@@ -7,7 +7,7 @@
 namespace tightship {
 
 namespace {
-constexpr double kRebuild = 0.03;                        // of moves; of the others:
+constexpr double kRebuild = 0.03;                         // of moves; of the others:
 constexpr double kOut = 0.3, kIn = 0.35, kChange = 0.25;  // the rest lets first runs wait
 constexpr double kDeeper = 0.8;  // how often what a run put in reads, and is not there, is made for it
 constexpr int kDepth = 6;        // so many such runs in a row
@@ -77,7 +77,8 @@ bool RunMoves::there(i32 s, i32 at) const {
     return t == touches_.end(s) ? x_.p.kept[s] : !(*t & 1);
 }
 
-// The run that reads a storage next, which is there but not touched at one and may be made again; -1: it is not so.
+// The run that reads a storage next, which is there but not touched at one and may be made again; -1: it is
+// not so.
 i32 RunMoves::idle_until(i32 s, i32 at) const {
     if (maker_[s] < 0) return -1;
     const i32* t = next_touch(s, at);
@@ -99,8 +100,8 @@ std::pair<i32, i32> RunMoves::idle(i32 at) {
     return found[std::upper_bound(bytes.begin(), bytes.end(), below(bytes.back())) - bytes.begin()];
 }
 
-// What it takes to make a storage again right before a run, of what is there; at least, where that is `left` ops or
-// more.
+// What it takes to make a storage again right before a run, of what is there; at least, where that is `left`
+// ops or more.
 double RunMoves::seconds(i32 s, i32 at, int& left) const {
     double all = x_.p.again[maker_[s]];
     for (const i32 r : x_.p.reads[maker_[s]])

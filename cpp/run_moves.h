@@ -8,9 +8,9 @@
 
 namespace tightship {
 
-// A move leaves out a run again; puts in one, with what it needs that is not there; does both, where what is made
-// again instead was idle where most was in use; lets a first run wait; or leaves out several, and takes what is
-// above the limit then away by what costs least.
+// A move leaves out a run again; puts in one, with what it needs that is not there; does both, where what is
+// made again instead was idle where most was in use; lets a first run wait; or leaves out several, and takes
+// what is above the limit then away by what costs least.
 class RunMoves {
   public:
     RunMoves(const Index& index, std::uint64_t seed);
@@ -31,12 +31,12 @@ class RunMoves {
     const Index& x_;
     std::mt19937_64 rng_;
     std::vector<std::uint8_t> again_op_, later_op_;  // by op: may run again; may wait
-    std::vector<i32> maker_;                         // by storage: the op that makes it, if that may run again
+    std::vector<i32> maker_;  // by storage: the op that makes it, if that may run again
     const Sequence* now_ = nullptr;
     i64 limit_ = 0, spent_ = 0;
-    std::vector<i64> level_;           // by run
+    std::vector<i64> level_;            // by run
     std::vector<i32> again_, crowded_;  // runs that may be left out; those above the limit
-    Rows touches_;                     // by storage: twice the run, and one more where that makes it
+    Rows touches_;                      // by storage: twice the run, and one more where that makes it
 
     i64 below(i64 n) { return static_cast<i64>(rng_() % static_cast<std::uint64_t>(n)); }
     template <class T> T any(const std::vector<T>& of) { return of[below(static_cast<i64>(of.size()))]; }

@@ -46,9 +46,9 @@ class Meter {
 // Whether a is within the limit and b is not, or faster, or above the limit by less.
 bool better(const Cost& a, const Cost& b, i64 limit);
 
-// What annealing takes bytes above the limit for, in step times that one whole limit of them is worth: more while
-// less than a fifth of the states are within it, less while more than three fifths are, so that the walk stays
-// about the limit, however steep time is there (after Gendreau, Hertz and Laporte, 1994).
+// What annealing takes bytes above the limit for, in step times that one whole limit of them is worth: more
+// while less than a fifth of the states are within it, less while more than three fifths are, so that the
+// walk stays about the limit, however steep time is there (after Gendreau, Hertz and Laporte, 1994).
 class ExcessPrice {
   public:
     double value() const { return price_; }

@@ -226,10 +226,14 @@ def refused_calls() -> Iterator[Call]:
 
 
 def free_calls() -> Iterator[Call]:
-    """Edges of which there may be any number."""
+    """Edges, and runs of ops, of which there may be any number."""
     one = np.array([0], np.int32)
     cuts = _core.Cuts(nodes=2, tail=one, head=one + 1, capacity=np.array([3]), source=0, sink=1, switches=1)
     yield Call("Cuts.value", partial(cuts.value, np.array([], np.uint8)), {"free": np.array([0])})
+    arguments = engine_arguments()
+    ops = np.tile(arguments["order"], 2)
+    numbers = {"limit": 1000, "heat": 0.1, "span": 1000, "work": 1000, "seconds": 1.0, "seed": 0}
+    yield Call("Engine.resequence", _core.Engine(**arguments).resequence, {"ops": ops, **numbers})
 
 
 def cut_calls() -> Iterator[Call]:

@@ -1,13 +1,13 @@
-"""Change a plan run by run: where ops run again, in the order they are in.
+"""Change a plan run by run: what runs again, and where.
 
-Problem: a faster plan within a budget, or one of fewer bytes, from one that is there. Measure: exact bytes and seconds
-of every candidate. Source: ours; simulated annealing (Kirkpatrick et al. 1983), with parts of a plan left out and
-made anew (large neighborhoods: Shaw 1998). Decisions about gaps say one thing for all recomputations within a gap, and
-nothing of what these read of one another. Here a plan is the sequence of its runs alone (`cpp/reruns.h`): what a run
-makes stays until the last one that reads it, so that a run left out is bytes instead of time, and a run put in the
-other way round. Guarantee: never worse than what it began with; the same seed and work give the same plan. Complexity:
-a walk over the runs per candidate. Known limits: copies, packing, hints, and storages that several ops write stay as
-they are.
+Problem: a faster plan within a budget, or one of fewer bytes, from one that is there. Measure: exact bytes and
+seconds of every candidate. Source: ours; simulated annealing (Kirkpatrick et al. 1983), with parts of a plan left out
+and made anew (large neighborhoods, Shaw 1998). Decisions about gaps say one thing for all recomputations within a
+gap, and nothing of what these read of one another. Here a plan is the sequence of its runs alone (`cpp/reruns.h`):
+what a run makes stays until the last one that reads it, so that a run left out takes bytes instead of time, and a run
+put in the other way round. Guarantee: never worse than what it began with; the same seed and work give the same plan.
+Complexity: a walk over the runs for each candidate. Known limits: plans that copy or pack, and those with hints, stay
+as they are; so does what several ops write, in every plan.
 """
 
 from __future__ import annotations
