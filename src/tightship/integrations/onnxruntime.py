@@ -146,7 +146,8 @@ _PREPARED: Final = 2
 def check_room(program: Program, sessions: int) -> None:
     """Raise ``Unsupported`` where ``sessions`` of a model at once may need more memory than is free, so that none of
     them ends this process."""
-    need, free = sessions * _PREPARED * program.graph.static_bytes, _free_memory()
+    weights = max(program.graph.static_bytes, *program.model.stamp[:1])  # trees are in the file alone
+    need, free = sessions * _PREPARED * weights, _free_memory()
     if need <= free:
         return
     what = "a session of this size" if sessions == 1 else f"running {sessions} sessions of this size"
@@ -339,7 +340,8 @@ def _read(events: list[dict[str, Any]], outputs: Any) -> Measured:
 def random_feeds(
     path: str | os.PathLike[str], sizes: Mapping[str, tuple[int, ...]], seed: int = 0, below: int = 4
 ) -> dict[str, Any]:
-    """Inputs for a model: normal numbers, whole numbers from 0 to ``below``, or true, of the given shapes."""
+    """Inputs for a model: normal numbers, whole numbers from 0 to ``below`` (as text for strings), or true, of the
+    given shapes."""
     rng = np.random.default_rng(seed)
     options = session_options(level="disabled")
     options.log_severity_level = 3
@@ -351,6 +353,8 @@ def random_feeds(
             feeds[i.name] = rng.standard_normal(shape).astype(dtype)
         elif "bool" in i.type:
             feeds[i.name] = np.ones(shape, dtype=bool)
+        elif "string" in i.type:
+            feeds[i.name] = rng.integers(0, below, shape).astype(str)
         else:
             feeds[i.name] = rng.integers(0, below, shape).astype(i.type[len("tensor(") : -1])
     return feeds

@@ -18,6 +18,7 @@ from tightship.frontends.onnx.load import Model
 from tightship.frontends.onnx.nested import bodies as graphs_in
 from tightship.frontends.onnx.types import (
     IN_PLACE,
+    STRING,
     Shapes,
     TensorType,
     flops_of,
@@ -41,6 +42,10 @@ _ANCESTORS: Final = 20_000
 HALF: Final = (
     "float16: what onnxruntime's CPU has no kernel for it computes in float32 between casts, whose bytes are "
     "known of its optimized graph alone (--write without --optimize none)"
+)
+
+STRINGS: Final = (
+    f"strings: {STRING} bytes for each, as in onnxruntime's arena; characters beyond 15 are elsewhere"
 )
 
 
@@ -86,6 +91,7 @@ def lower(
     graph = low.builder.graph((*low.outputs(), *low.unread()), name, meta)
     half = any(v.dtype == "float16" for o in graph.ops for v in map(graph.values.__getitem__, o.outputs))
     notes = [HALF] if half and in_place == IN_PLACE[0] else []
+    notes += [STRINGS] if any(v.dtype == "string" for v in graph.values) else []
     return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes, *notes))
 
 
