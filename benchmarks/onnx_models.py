@@ -559,7 +559,8 @@ def main() -> int:
     less = sum(r[9] in ("planned", "block", "reuse") for r in rows)
     text = pages.table(HEAD, MARKS, rows)
     today = datetime.date.today().isoformat()
-    text += f"\n\n{today}: {len(rows)} models, {done} with equal results, {less} of them written as planned."
+    text += f"\n\n{today}: {len(rows)} models, {done} with equal results, {less} of them written as planned"
+    text += f" ({len(rows) - len(results)} rows are of earlier runs)." if len(rows) > len(results) else "."
     print(text)
     if chosen.write:
         pages.put(PAGE, "<!-- begin: models -->", "<!-- end: models -->", text)

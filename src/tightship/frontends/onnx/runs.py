@@ -34,7 +34,8 @@ def run_end(
 ) -> int:
     """Where the fields of a ``number`` end that stand one behind another from byte ``begin`` on, in a message up to
     ``end``. ``past(read, at, end)`` is the number of the field at a byte, and where that ends."""
-    look = {_FLOATS: _floats, _INTS: _ints, _STRINGS: _Texts()}[number]
+    known: dict[int, Callable[[bytes], int]] = {_FLOATS: _floats, _INTS: _ints, _STRINGS: _Texts()}
+    look = known[number]
     at = begin
     while at < end:
         at += look(read(at, min(_BLOCK, end - at)))
