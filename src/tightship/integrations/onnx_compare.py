@@ -307,7 +307,9 @@ def _best(
     tried: dict[str, Sessions] = {}
     bounds = list(_BELOW)
     with part_of(target, ".onnx") as part:
-        for name, given in _WAYS.items():
+        optimized = program.model.path != original.model.path
+        for name, way in _WAYS.items():
+            given = {**way, "fuse_quantized": not optimized}
             brought.update(write_model(program, plan, part, given, named=target))
             try:
                 check_room(original, _AT_ONCE)

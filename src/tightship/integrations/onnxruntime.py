@@ -72,13 +72,21 @@ class Measured:
     peak_node: str
 
 
-PLANNED: Final[Mapping[str, Any]] = {"keep_order": True, "level": "all", "reuse": False, "pattern": False}
-AS_IT_IS: Final[Mapping[str, Any]] = {"keep_order": False, "level": "all", "reuse": True, "pattern": True}
-"""How a planned file runs best, and what a session does by default: arguments of `session_options`."""
+AS_IT_IS: Final[Mapping[str, Any]] = {
+    "keep_order": False, "level": "all", "reuse": True, "pattern": True, "fuse_quantized": True,
+}  # fmt: skip
+PLANNED: Final[Mapping[str, Any]] = {**AS_IT_IS, "keep_order": True, "reuse": False, "pattern": False}
+"""What a session does by default, and how a planned file runs best: arguments of `session_options`."""
+_UNFUSED: Final = "session.disable_quant_qdq"
 
 
 def session_options(
-    *, keep_order: bool = True, level: str = "all", reuse: bool = False, pattern: bool = False
+    *,
+    keep_order: bool = True,
+    level: str = "all",
+    reuse: bool = False,
+    pattern: bool = False,
+    fuse_quantized: bool = True,
 ) -> Any:
     """Options with which onnxruntime runs a planned model's nodes in the file's order and frees what is dead (clones
     stay with ``InferenceSession(…, disabled_optimizers=[MERGING])`` alone, unless ``level`` is ``disabled``).
@@ -86,7 +94,9 @@ def session_options(
     ``keep_order`` false is the runtime's default order. ``reuse`` is its default, too: a dead buffer is then kept
     for the next value of the same shape, which costs more memory than it saves; views and results written over an
     input do not need it. ``pattern`` is so as well: from the second run of a shape on the runtime takes one block for
-    most values, beside all that the arena has held since the first.
+    most values, beside all that the arena has held since the first. ``fuse_quantized``: nodes between
+    DequantizeLinear and QuantizeLinear become quantized ones, before which every DequantizeLinear of several readers
+    is doubled, whatever the ``level``; in an optimized model nothing is left to fuse, and it would be doubled still.
     """
     options = onnxruntime.SessionOptions()
     order = onnxruntime.ExecutionOrder
@@ -94,6 +104,8 @@ def session_options(
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, _LEVEL[level])
     options.enable_mem_reuse = reuse
     options.enable_mem_pattern = pattern
+    if not fuse_quantized:
+        options.add_session_config_entry(_UNFUSED, "1")
     return options
 
 
@@ -106,6 +118,7 @@ def session(path: str | os.PathLike[str], providers: Sequence[Any] = ("CPUExecut
     kept = _kept(path)
     try:
         given = json.loads(kept[KEY_SESSION]) if KEY_SESSION in kept else PLANNED if kept else AS_IT_IS
+        given = {"fuse_quantized": True, **given}  # files of earlier versions do not say it
         options = session_options(**{k: given[k] for k in AS_IT_IS})
     except (ValueError, KeyError, TypeError) as error:
         fault = f"its metadata {KEY_SESSION!r} is not what `tightship plan --write` writes"
@@ -267,13 +280,14 @@ def measure(
     level: str = "disabled",
     reuse: bool = False,
     pattern: bool = False,
+    fuse_quantized: bool = True,
     merge: bool = False,
 ) -> Measured:
     """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`, but
     there is never a ``pattern``. ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default
     from ``basic`` on."""
     del pattern  # with it one block is reserved for all, and nodes request nothing
-    options = session_options(keep_order=keep_order, level=level, reuse=reuse)
+    options = session_options(keep_order=keep_order, level=level, reuse=reuse, fuse_quantized=fuse_quantized)
     options.intra_op_num_threads = 1
     return _read(*_profiled(path, options, feeds, runs=2, merge=merge))
 
