@@ -253,7 +253,8 @@ def test_what_several_read_of_quantized_values_is_dequantized_once(tmp_path):
     scale, zero = tensor("s", np.float32(0.05)), tensor("z", np.uint8(128))
     nodes = [
         node("QuantizeLinear", ["x", "s", "z"], ["q"]), node("DequantizeLinear", ["q", "s", "z"], ["d"]),
-        node("Exp", ["d"], ["e"]), node("Erf", ["d"], ["f"]), node("Mul", ["e", "f"], ["g"]), node("Sin", ["g"], ["y"]),
+        node("Exp", ["d"], ["e"]), node("Erf", ["d"], ["f"]), node("Mul", ["e", "f"], ["g"]),
+        node("Sin", ["g"], ["y"]),
     ]  # fmt: skip
     path = saved(
         tmp_path, made(nodes, [value("x", [64, 64])], [value("y", [64, 64])], [scale, zero], opset=17)
