@@ -362,8 +362,8 @@ class Ops:
 
 def with_carry(program: Program, first: int) -> Program:
     """The body of a loop that carries its inputs from ``first`` on. XLA has one buffer for each of them: what is
-    computed of it element by element, after all others have read it, is written over it, and so is what a loop inside,
-    which alone reads it, carries on from it, and a part of it that is set."""
+    computed of it element by element, after all others have read it, is written over it, and so is what a loop
+    inside, which alone reads it, carries on from it, and a part of it that is set."""
     readers: dict[int, set[int]] = {}
     maker: dict[int, tuple[int, int]] = {}
     for i, e in enumerate(program.equations):
