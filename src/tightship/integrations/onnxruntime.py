@@ -232,7 +232,8 @@ def optimized(
         f"planned after onnxruntime {onnxruntime.__version__}'s optimization ({level}): {portable(found)[1]}",
     )
     made = lower(found, sizes, views=bool(meta["views"]), in_place=str(meta["in_place"]))
-    return replace(made, notes=(*(n for n in made.notes if n != HALF), *notes))
+    kept = (n for n in made.notes if n != HALF)
+    return replace(made, notes=(*kept, *notes), fused=level in ("extended", "all"))
 
 
 def _kinds(model: Model) -> list[str]:

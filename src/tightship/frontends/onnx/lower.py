@@ -52,12 +52,14 @@ STRINGS: Final = (
 @dataclass(frozen=True)
 class Program:
     """A model and its graph: ``nodes[o]`` is the node, by position in the file, that op ``o`` runs. Values have
-    the names they have in the model. ``notes`` say what a user should know of how the model was read."""
+    the names they have in the model. ``notes`` say what a user should know of how the model was read. ``fused``:
+    onnxruntime has made it of another model, and has fused all that it may."""
 
     model: Model
     graph: Graph
     nodes: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
