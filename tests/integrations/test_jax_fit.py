@@ -1031,7 +1031,7 @@ def test_steps_in_a_loop_have_what_they_carry_once():
         return jax.lax.scan(epoch, (params, moments), keys)[0]
 
     args = (one, jax.tree.map(jnp.zeros_like, one), jax.random.split(KEY, 3))
-    unplanned = Planner("select").unplanned(program_of(jax.make_jaxpr(step)(*args)))
+    unplanned = Planner("select").level(program_of(jax.make_jaxpr(step)(*args)), float("inf")).peak
     taken = memory_of(jax.jit(step).lower(*args).compile()).temporaries
     assert abs(unplanned / taken - 1) < 0.03  # 0.11 too many
     fitted = tightship.jax.fit(step, "static+80%")

@@ -152,10 +152,6 @@ class Planner:
         self.log = [*kept, *log]
         return level
 
-    def unplanned(self, program: Program) -> int:
-        """What a program takes as it is beyond what it is given, with what its equations take inside."""
-        return unplanned_bytes(self._within(program))
-
     def policies(self, program: Program) -> list[str]:
         """The policies that save other results of a program each."""
         found: dict[tuple[bool, ...], str] = {}

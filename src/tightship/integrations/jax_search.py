@@ -20,7 +20,7 @@ import msgspec
 
 from tightship.errors import Infeasible, Unsupported
 from tightship.frontends.jax_program import Program, on_values
-from tightship.integrations.jax_levels import POLICIES, Level, Planner
+from tightship.integrations.jax_levels import POLICIES, Level, Planner, unplanned_bytes
 
 __all__ = [
     "Candidate",
@@ -335,7 +335,7 @@ class Search:
 
     def _planned(self) -> None:
         """Plans for bytes that follow from what XLA made of the plan before."""
-        low, high, unplanned = 0.0, math.inf, float(self.planner.unplanned(self.program))
+        low, high, unplanned = 0.0, math.inf, float(unplanned_bytes(self.program))
         if "in_shardings" in self.told:  # the model's bytes are those of whole arrays, XLA's are one device's
             placed = max(1, self.before.temporaries + self.before.outputs)
             self._scale = max(1.0, unplanned / placed)
@@ -468,7 +468,7 @@ class Search:
             return
         self._by_policies(math.inf, math.inf)
         asked = max((c.beyond for c in self.found if c.beyond < math.inf), default=math.inf)
-        most = self.planner.unplanned(self.program)
+        most = unplanned_bytes(self.program)
         for part in _UPWARDS if asked < most else ():
             if self.fitting() or self._late:
                 return
