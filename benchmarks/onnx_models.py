@@ -12,7 +12,7 @@ Each model runs in processes of its own: ``tightship plan MODEL --write`` with i
 each for the default session and for the written file, of which the median of what they grow by is taken: the peak of
 resident memory while three runs last, above that before the session was made, weights included.
 What is done is kept in the cache's ``results.json``, and a later call goes on from
-there. ``--write`` puts the table into docs/inference.md.
+there. ``--write`` puts the table into docs/inference.md, where models that have not been run keep their rows.
 """
 
 from __future__ import annotations
@@ -105,6 +105,13 @@ PACKAGED = (
     Model("names, decoder", "arabic-name-romanizer", "batch=2,tgt_len=5,src_len=12", f"{_NAMES}/decoder.onnx"),
     Model("trees, 229 features", "atspm-detector", "X=4x229",
           "atspm_detector/atspm_detector/weights/function/function229_s0.onnx"),
+    Model("nmp", "basic-pitch", "unk__749=1", "basic_pitch/basic_pitch/saved_models/icassp_2022/nmp.onnx"),
+    Model("smart-turn v3.2", "pipecat-ai", "s6=1",
+          "pipecat_ai/pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx"),
+    Model("DNSMOS model_v8", "speechmos", "N=1", "speechmos/speechmos/dnsmos_models/model_v8.onnx"),
+    Model("PLCMOS v2", "speechmos", "batch_size=1,frames=100", "speechmos/speechmos/plcmos_models/plcmos_v2.onnx"),
+    Model("AECMOS", "speechmos", "batch_size=1,frames=100",
+          "speechmos/speechmos/aecmos_models/Run_1663915512_Stage_0.onnx"),
 )  # fmt: skip
 LIGHT = tuple(
     Model(
@@ -460,10 +467,23 @@ HEAD = ("model", "from", "opset", "at nodes' ends", "arena", "held", "process", 
 MARKS = ("---", "---", "---:", "---:", "---:", "---:", "---:", "---:", "---", "---")
 
 
-def lines(results: dict[str, Any], models: list[Model]) -> Iterator[tuple[str, ...]]:
+def on_page() -> dict[tuple[str, str], tuple[str, ...]]:
+    """The rows that the page has, by model and source."""
+    text = PAGE.read_text().partition("<!-- begin: models -->")[2].partition("<!-- end: models -->")[0]
+    cells = (
+        tuple(c.strip() for c in x.strip("| ").split(" | ")) for x in text.splitlines() if x.startswith("|")
+    )
+    return {(row[0], row[1]): row for row in cells if len(row) == len(HEAD)}
+
+
+def lines(
+    results: dict[str, Any], models: list[Model], known: dict[tuple[str, str], tuple[str, ...]]
+) -> Iterator[tuple[str, ...]]:
     for m in models:
         r = results.get(m.name)
         if r is None:
+            if (m.name, m.source) in known:
+                yield known[m.name, m.source]
             continue
         if "error" in r:
             yield (
@@ -511,9 +531,16 @@ def main() -> int:
     chosen.cache.mkdir(parents=True, exist_ok=True)
     kept = chosen.cache / "results.json"
     results: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    models = [*PACKAGED, *LIGHT, *MADE, *([LARGE] if chosen.large or LARGE.name in results else [])]
+    models = [
+        *PACKAGED,
+        *LIGHT,
+        *MADE,
+        *([LARGE] if chosen.large or LARGE.name in results or chosen.write else []),
+    ]
     parts = [p for p in chosen.only.split(",") if p]
     for m in models:
+        if m is LARGE and not chosen.large:
+            continue
         if (m.name in results and not chosen.again) or (parts and not any(p in m.name for p in parts)):
             continue
         if m.path and not (chosen.packages / m.path).exists():
@@ -526,13 +553,14 @@ def main() -> int:
                 print(f"{m.name}: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
         kept.write_text(json.dumps(results, indent=1))
-        print(*next(lines(results, [m])), sep=" | ", flush=True)
-    rows = list(lines(results, models))
+        print(*next(lines(results, [m], {})), sep=" | ", flush=True)
+    rows = list(lines(results, models, on_page()))
     done = sum(r[8] == "equal" for r in rows)
     less = sum(r[9] in ("planned", "block", "reuse") for r in rows)
     text = pages.table(HEAD, MARKS, rows)
     today = datetime.date.today().isoformat()
-    text += f"\n\n{today}: {len(rows)} models, {done} with equal results, {less} of them written as planned."
+    text += f"\n\n{today}: {len(rows)} models, {done} with equal results, {less} of them written as planned"
+    text += f" ({len(rows) - len(results)} rows are of earlier runs)." if len(rows) > len(results) else "."
     print(text)
     if chosen.write:
         pages.put(PAGE, "<!-- begin: models -->", "<!-- end: models -->", text)

@@ -22,7 +22,7 @@ from tightship.integrations.jax_levels import (  # noqa: E402
     _whole,
     unplanned_bytes,
 )  # fmt: skip
-from tightship.integrations.jax_regions import program_of  # noqa: E402
+from tightship.integrations.jax_regions import bodies_of, program_of  # noqa: E402
 from tightship.integrations.jax_search import (  # noqa: E402
     _key,
     _stopped,
@@ -288,7 +288,7 @@ def test_other_programs() -> None:
 
         return jax.value_and_grad(loss)(params), x, 1.0, jnp.arange(3)
 
-    fitted = tightship.jax.fit(step, "static+75%")
+    fitted = tightship.jax.fit(step, "static+80%")
     got = fitted(weights(), X)
     assert same(got, jax.jit(step)(weights(), X)) and fitted.fits[0].memory.total <= fitted.fits[0].budget
 
@@ -502,7 +502,7 @@ def test_checkpoints_of_the_step_are_planned_anew(forward, several) -> None:
     (fit,) = fitted.fits
     assert fit.extra_flops < -0.1 and fit.operations < fit.operations_before
     assert fit.memory.total <= fit.budget
-    fitted = tightship.jax.fit(step, "static+75%")
+    fitted = tightship.jax.fit(step, "static+80%")
     if not several:
         with pytest.raises(Infeasible) as error:
             fitted(params, X)
@@ -711,7 +711,7 @@ def test_what_is_made_again_in_a_shard_map_differs_from_device_to_device_as_befo
     step = jax.value_and_grad(
         jax.shard_map(loss, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())
     )
-    fitted = tightship.jax.fit(step, "static+75%")
+    fitted = tightship.jax.fit(step, "static+80%")
     assert same(fitted(separate(weights()), X), jax.jit(step)(separate(weights()), X))
     assert fitted.fits[0].memory.total <= fitted.fits[0].budget
     assert fitted.fits[0].repeated > 0
@@ -970,3 +970,70 @@ for a, b in zip(got, expected):
     )
     assert done.returncode == 0, done.stderr
     assert "tightship" not in done.stderr  # XLA says nothing of a program that could not be stopped
+
+
+# --- what loops carry ---
+
+
+def carried_in_place(step, *args):
+    """Which of what the first loop of a step carries is written over what it was."""
+    program = program_of(jax.make_jaxpr(step)(*args))
+    body = bodies_of(next(e for e in program.equations if e.name in ("scan", "while")))[0]
+    return [v in body.in_place for v in body.outputs]
+
+
+def test_what_a_loop_carries_is_written_over_what_it_was():
+    """As XLA does: element by element once all others have read it, a part that is set, and what a loop inside
+    carries on; not the product with a matrix, nor what is read afterwards, nor what is handed out twice."""
+
+    def turn(carry, x):
+        param, moment, cache, state, old, same = carry
+        moment = 0.9 * moment + 0.1 * (x @ param)
+        cache = jax.lax.dynamic_update_slice(cache, moment[:1], (3, 0))
+        (inner, _) = jax.lax.scan(lambda c, _: (c * 2.0, None), state, None, length=2)
+        twice, read_after = old + 1.0, jnp.tanh(same)
+        param = param - 0.01 * moment
+        return (param, moment, cache, inner, twice @ twice, read_after), same.sum() + read_after.sum()
+
+    one = jnp.ones((8, 8))
+    step = lambda *carry: jax.lax.scan(turn, carry, jnp.ones((4, 8, 8)))  # noqa: E731
+    assert carried_in_place(step, *[one] * 6)[:6] == [True, True, True, True, False, False]
+
+    def both(c):
+        more = c[0] + 1.0
+        return more, more, c[2] + 1
+
+    step = lambda x: jax.lax.while_loop(lambda c: c[2] < 5, both, (x, x, 0))  # noqa: E731
+    assert carried_in_place(step, one) == [False, False, True]
+
+
+def test_steps_in_a_loop_have_what_they_carry_once():
+    """Parameters and moments of an optimizer were counted anew in the body of each loop that carries them, so that
+    too much was made again around them."""
+    one = {f"w{k}": jax.random.normal(KEY, (64, 64)) / 8 for k in range(6)}
+    data = jax.random.normal(KEY, (4 * 512, 64))
+
+    def loss(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def update(carry, x):
+        params, moments = carry
+        grads = jax.grad(loss)(params, x)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments, grads)
+        return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), None
+
+    def epoch(carry, key):
+        return jax.lax.scan(update, carry, data[jax.random.permutation(key, 2048)].reshape(4, 512, 64))
+
+    def step(params, moments, keys):
+        return jax.lax.scan(epoch, (params, moments), keys)[0]
+
+    args = (one, jax.tree.map(jnp.zeros_like, one), jax.random.split(KEY, 3))
+    unplanned = Planner("select").level(program_of(jax.make_jaxpr(step)(*args)), float("inf")).peak
+    taken = memory_of(jax.jit(step).lower(*args).compile()).temporaries
+    assert abs(unplanned / taken - 1) < 0.03  # 0.11 too many
+    fitted = tightship.jax.fit(step, "static+80%")
+    for a, b in zip(jax.tree.leaves(fitted(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_array_equal(a, b)

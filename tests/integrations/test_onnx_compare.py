@@ -248,6 +248,31 @@ def test_float16_is_planned_as_it_runs(tmp_path):
     assert plan.peak - program.graph.static_bytes - 64 <= ran.peak <= plan.peak - program.graph.static_bytes
 
 
+@pytest.mark.parametrize("level", ["all", "extended", "basic", "none"])
+def test_what_several_read_of_quantized_values_is_dequantized_once(tmp_path, level):
+    """onnxruntime doubles such a node whenever it loads a file, and merges the two again where it optimizes."""
+    scale, zero = tensor("s", np.float32(0.05)), tensor("z", np.uint8(128))
+    nodes = [
+        node("QuantizeLinear", ["x", "s", "z"], ["q"]), node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        node("Exp", ["d"], ["e"]), node("Erf", ["d"], ["f"]), node("Mul", ["e", "f"], ["g"]),
+        node("Sin", ["g"], ["y"]),
+    ]  # fmt: skip
+    path = saved(
+        tmp_path, made(nodes, [value("x", [64, 64])], [value("y", [64, 64])], [scale, zero], opset=17)
+    )
+    options = ["--budget", "100%", "--optimize", level, "--write", str(tmp_path / "out.onnx")]
+    assert main(["plan", str(path), *options]) == 0
+    kept = {e.key: e.value for e in onnx.load(str(tmp_path / "out.onnx")).metadata_props}
+    plan, given = json.loads(kept[KEY_PLAN]), json.loads(kept[KEY_SESSION])
+    assert given["fuse_quantized"] == (level in ("basic", "none"))  # the rest is fused when it is loaded
+    if given["fuse_quantized"]:
+        return
+    program = lower(read(tmp_path / "out.onnx"))
+    ran = measure(tmp_path / "out.onnx", feeds_of(program), **given)
+    assert len(ran.order) == len(program.graph.ops)
+    assert ran.peak == plan["peak"] - program.graph.static_bytes
+
+
 def test_other_sequences_are_refused(tmp_path):
     nodes = [node("SplitToSequence", ["x"], ["s"]), node("SequenceAt", ["s", "i"], ["a"])]
     nodes += [node("ConcatFromSequence", ["s"], ["b"], axis=0), node("Add", ["a", "b"], ["y"])]

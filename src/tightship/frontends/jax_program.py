@@ -39,6 +39,7 @@ __all__ = [
     "never",
     "on_values",
     "varying",
+    "with_carry",
 ]
 
 _CALLS = (
@@ -109,13 +110,15 @@ class Equation:
 @dataclass
 class Program:
     """``equations`` in order over values 0, 1, … with ``avals``; ``constants`` with their contents, ``inputs``,
-    ``outputs`` (numbers or literals)."""
+    ``outputs`` (numbers or literals). ``in_place``: results that are written over inputs, so that they take no bytes.
+    """
 
     equations: list[Equation] = field(default_factory=list)
     avals: list[Any] = field(default_factory=list)
     constants: dict[int, Any] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    in_place: frozenset[int] = frozenset()
 
     def value(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -316,9 +319,8 @@ class Ops:
     def _tensor(self, v: int, kind: str = "activation") -> int:
         aval = self.program.avals[v]
         shape = tuple(getattr(aval, "shape", ()))
-        return self.builder.tensor(
-            f"{kind}.{v}", bytes_of(aval), str(getattr(aval, "dtype", "")), shape, kind
-        )
+        nbytes = 0 if v in self.program.in_place else bytes_of(aval)
+        return self.builder.tensor(f"{kind}.{v}", nbytes, str(getattr(aval, "dtype", "")), shape, kind)
 
     def _op(self, row: tuple[int, ...]) -> None:
         e, reads = self.program.equations[row[-1]], self.reads(row)
@@ -356,6 +358,43 @@ class Ops:
             ]
             local |= zip(e.outputs, e.bind(values), strict=True)
         return {v: local[v] for v in self.results[op]}
+
+
+def with_carry(program: Program, first: int) -> Program:
+    """The body of a loop that carries its inputs from ``first`` on. XLA has one buffer for each of them: what is
+    computed of it element by element, after all others have read it, is written over it, and so is what a loop
+    inside, which alone reads it, carries on from it, and a part of it that is set."""
+    readers: dict[int, set[int]] = {}
+    maker: dict[int, tuple[int, int]] = {}
+    for i, e in enumerate(program.equations):
+        maker |= {v: (i, at) for at, v in enumerate(e.outputs)}
+        for v in e.read:
+            readers.setdefault(v, set()).add(i)
+    rows = {row[-1]: set(row) for row in _fused(program)}
+    found = set()
+    for before, after in zip(program.inputs[first:], program.outputs, strict=False):
+        if not isinstance(after, int) or after not in maker or program.outputs.count(after) > 1:
+            continue
+        i, at = maker[after]
+        e, alike = program.equations[i], str(program.avals[before]) == str(program.avals[after])
+        if not alike or not (own := readers.get(before, set()) & rows[i]) or max(readers[before]) > i:
+            continue
+        if e.name in _ELEMENTWISE or (own == {i} and before in _written(e, at)):
+            found.add(after)
+    return replace(program, in_place=frozenset(found))
+
+
+def _written(e: Equation, at: int) -> tuple[Any, ...]:
+    """The operand that XLA writes an equation's result ``at`` over, if it is that of a loop or of a part that is
+    set."""
+    p = e.made.params
+    if e.name == "dynamic_update_slice":
+        return e.inputs[:1]
+    if e.instead is not None or e.name not in ("scan", "while"):
+        return ()
+    consts = p["num_consts"] if e.name == "scan" else p["cond_nconsts"] + p["body_nconsts"]
+    carried = p["num_carry"] if e.name == "scan" else len(e.inputs) - consts
+    return e.inputs[consts + at : consts + at + 1] if at < carried else ()
 
 
 def _fused(program: Program) -> list[tuple[int, ...]]:

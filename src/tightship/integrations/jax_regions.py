@@ -30,6 +30,7 @@ from tightship.frontends.jax_program import (
     never,
     on_values,
     varying,
+    with_carry,
 )
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import aligned
@@ -149,9 +150,9 @@ def bodies_of(e: Equation) -> tuple[Program, ...]:
         return e.bodies
     p = e.made.params
     if e.name == "scan":
-        return (program_of(p["jaxpr"]),)
+        return (with_carry(program_of(p["jaxpr"]), p["num_consts"]),)
     if e.name == "while":
-        return (program_of(p["body_jaxpr"]),)
+        return (with_carry(program_of(p["body_jaxpr"]), p["body_nconsts"]),)
     if e.name == "cond":
         return tuple(map(program_of, p["branches"]))
     if e.name == "shard_map" and set(p) >= _SHARD:

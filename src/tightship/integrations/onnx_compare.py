@@ -307,7 +307,8 @@ def _best(
     tried: dict[str, Sessions] = {}
     bounds = list(_BELOW)
     with part_of(target, ".onnx") as part:
-        for name, given in _WAYS.items():
+        for name, way in _WAYS.items():
+            given = {**way, "fuse_quantized": not program.fused}
             brought.update(write_model(program, plan, part, given, named=target))
             try:
                 check_room(original, _AT_ONCE)

@@ -22,8 +22,15 @@ from tightship.files import PathLike, part_of, unwritable
 from tightship.frontends.onnx.load import LARGEST_FILE, Model, external, stamp, tensors
 from tightship.frontends.onnx.lower import Program
 from tightship.frontends.onnx.nested import bodies
-from tightship.frontends.onnx.types import IN_PLACE, element_type, may_overwrite, viewed
-from tightship.frontends.onnx.wire import fattened, held
+from tightship.frontends.onnx.types import (
+    IN_PLACE,
+    NO_TENSOR,
+    TensorType,
+    element_type,
+    may_overwrite,
+    viewed,
+)
+from tightship.frontends.onnx.wire import fattened, held, held_lists
 from tightship.plan import Plan, Step
 from tightship.serde import dumps_plan
 
@@ -113,7 +120,8 @@ def _check(proto: Any, path: Path) -> None:
     large = [t for t in tensors(proto) if held(t) is not None]
     versions = {"" if o.domain == "ai.onnx" else o.domain: o.version for o in proto.opset_import}
     own = _of_runtime(proto, versions)
-    if not (large or own):
+    lists = any(held_lists(n) for n in proto.graph.node)
+    if not (large or own or lists):
         onnx.checker.check_model(os.fspath(path))
         return
     about = onnx.ModelProto()
@@ -298,7 +306,7 @@ def _rearranged(program: Program, nodes: list[Any], plan: Plan, offsets: dict[st
     del proto.metadata_props[:]
     for key, value in notes:
         proto.metadata_props.add(key=key, value=value)
-    _rank(proto, program)
+    _declare(proto, program)
     _name_dimensions(proto, program)
     return proto
 
@@ -341,14 +349,20 @@ def _one_shape(given: Any, made: Any, rank: int) -> None:
                 d.dim_value = known
 
 
-def _rank(proto: Any, program: Program) -> None:
-    """Inputs and results without a shape get their rank, which the checker asks for and runtimes do not."""
-    rank = {v.name: len(v.shape) for v in program.graph.values}
+def _declare(proto: Any, program: Program) -> None:
+    """Inputs and results without a type or a shape get them, the shape's rank alone: the checker asks for them, and
+    runtimes do not."""
+    values = {v.name: v for v in program.graph.values if v.dtype != TensorType(NO_TENSOR).name}
     for x in (*proto.graph.input, *proto.graph.output):
-        if x.name in rank and not x.type.tensor_type.HasField("shape"):
-            x.type.tensor_type.shape.SetInParent()
-            for _ in range(rank[x.name]):
-                x.type.tensor_type.shape.dim.add()
+        if x.name not in values or x.type.WhichOneof("value") not in (None, "tensor_type"):
+            continue
+        found, tensor = values[x.name], x.type.tensor_type
+        if not tensor.elem_type:
+            tensor.elem_type = element_type(found.dtype)
+        if not tensor.HasField("shape"):
+            tensor.shape.SetInParent()
+            for _ in found.shape:
+                tensor.shape.dim.add()
 
 
 # --- external data ---

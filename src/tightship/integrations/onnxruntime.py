@@ -72,13 +72,21 @@ class Measured:
     peak_node: str
 
 
-PLANNED: Final[Mapping[str, Any]] = {"keep_order": True, "level": "all", "reuse": False, "pattern": False}
-AS_IT_IS: Final[Mapping[str, Any]] = {"keep_order": False, "level": "all", "reuse": True, "pattern": True}
-"""How a planned file runs best, and what a session does by default: arguments of `session_options`."""
+AS_IT_IS: Final[Mapping[str, Any]] = {
+    "keep_order": False, "level": "all", "reuse": True, "pattern": True, "fuse_quantized": True,
+}  # fmt: skip
+PLANNED: Final[Mapping[str, Any]] = {**AS_IT_IS, "keep_order": True, "reuse": False, "pattern": False}
+"""What a session does by default, and how a planned file runs best: arguments of `session_options`."""
+_UNFUSED: Final = "session.disable_quant_qdq"
 
 
 def session_options(
-    *, keep_order: bool = True, level: str = "all", reuse: bool = False, pattern: bool = False
+    *,
+    keep_order: bool = True,
+    level: str = "all",
+    reuse: bool = False,
+    pattern: bool = False,
+    fuse_quantized: bool = True,
 ) -> Any:
     """Options with which onnxruntime runs a planned model's nodes in the file's order and frees what is dead (clones
     stay with ``InferenceSession(…, disabled_optimizers=[MERGING])`` alone, unless ``level`` is ``disabled``).
@@ -86,7 +94,9 @@ def session_options(
     ``keep_order`` false is the runtime's default order. ``reuse`` is its default, too: a dead buffer is then kept
     for the next value of the same shape, which costs more memory than it saves; views and results written over an
     input do not need it. ``pattern`` is so as well: from the second run of a shape on the runtime takes one block for
-    most values, beside all that the arena has held since the first.
+    most values, beside all that the arena has held since the first. ``fuse_quantized``: nodes between
+    DequantizeLinear and QuantizeLinear become quantized ones, before which every DequantizeLinear of several readers
+    is doubled, whatever the ``level``; in an optimized model nothing is left to fuse, and it would be doubled still.
     """
     options = onnxruntime.SessionOptions()
     order = onnxruntime.ExecutionOrder
@@ -94,6 +104,8 @@ def session_options(
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, _LEVEL[level])
     options.enable_mem_reuse = reuse
     options.enable_mem_pattern = pattern
+    if not fuse_quantized:
+        options.add_session_config_entry(_UNFUSED, "1")
     return options
 
 
@@ -106,6 +118,7 @@ def session(path: str | os.PathLike[str], providers: Sequence[Any] = ("CPUExecut
     kept = _kept(path)
     try:
         given = json.loads(kept[KEY_SESSION]) if KEY_SESSION in kept else PLANNED if kept else AS_IT_IS
+        given = {"fuse_quantized": True, **given}  # files of earlier versions do not say it
         options = session_options(**{k: given[k] for k in AS_IT_IS})
     except (ValueError, KeyError, TypeError) as error:
         fault = f"its metadata {KEY_SESSION!r} is not what `tightship plan --write` writes"
@@ -146,7 +159,8 @@ _PREPARED: Final = 2
 def check_room(program: Program, sessions: int) -> None:
     """Raise ``Unsupported`` where ``sessions`` of a model at once may need more memory than is free, so that none of
     them ends this process."""
-    need, free = sessions * _PREPARED * program.graph.static_bytes, _free_memory()
+    weights = max(program.graph.static_bytes, *program.model.stamp[:1])  # trees are in the file alone
+    need, free = sessions * _PREPARED * weights, _free_memory()
     if need <= free:
         return
     what = "a session of this size" if sessions == 1 else f"running {sessions} sessions of this size"
@@ -218,7 +232,8 @@ def optimized(
         f"planned after onnxruntime {onnxruntime.__version__}'s optimization ({level}): {portable(found)[1]}",
     )
     made = lower(found, sizes, views=bool(meta["views"]), in_place=str(meta["in_place"]))
-    return replace(made, notes=(*(n for n in made.notes if n != HALF), *notes))
+    kept = (n for n in made.notes if n != HALF)
+    return replace(made, notes=(*kept, *notes), fused=level in ("extended", "all"))
 
 
 def _kinds(model: Model) -> list[str]:
@@ -266,13 +281,14 @@ def measure(
     level: str = "disabled",
     reuse: bool = False,
     pattern: bool = False,
+    fuse_quantized: bool = True,
     merge: bool = False,
 ) -> Measured:
     """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`, but
     there is never a ``pattern``. ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default
     from ``basic`` on."""
     del pattern  # with it one block is reserved for all, and nodes request nothing
-    options = session_options(keep_order=keep_order, level=level, reuse=reuse)
+    options = session_options(keep_order=keep_order, level=level, reuse=reuse, fuse_quantized=fuse_quantized)
     options.intra_op_num_threads = 1
     return _read(*_profiled(path, options, feeds, runs=2, merge=merge))
 
@@ -339,7 +355,8 @@ def _read(events: list[dict[str, Any]], outputs: Any) -> Measured:
 def random_feeds(
     path: str | os.PathLike[str], sizes: Mapping[str, tuple[int, ...]], seed: int = 0, below: int = 4
 ) -> dict[str, Any]:
-    """Inputs for a model: normal numbers, whole numbers from 0 to ``below``, or true, of the given shapes."""
+    """Inputs for a model: normal numbers, whole numbers from 0 to ``below`` (as text for strings), or true, of the
+    given shapes."""
     rng = np.random.default_rng(seed)
     options = session_options(level="disabled")
     options.log_severity_level = 3
@@ -351,6 +368,8 @@ def random_feeds(
             feeds[i.name] = rng.standard_normal(shape).astype(dtype)
         elif "bool" in i.type:
             feeds[i.name] = np.ones(shape, dtype=bool)
+        elif "string" in i.type:
+            feeds[i.name] = rng.integers(0, below, shape).astype(str)
         else:
             feeds[i.name] = rng.integers(0, below, shape).astype(i.type[len("tensor(") : -1])
     return feeds

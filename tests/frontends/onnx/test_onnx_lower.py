@@ -289,11 +289,6 @@ def test_a_branch_that_cannot_run_at_these_sizes_is_not_counted(tmp_path):
 
 
 def test_types_without_a_size_are_named(tmp_path):
-    model = made(
-        [node("Identity", ["x"], ["out"])], [value("x", [2], TensorProto.STRING)], [value("out", None, 8)]
-    )
-    with pytest.raises(UnknownSize, match=r"'x'.*cut off the nodes that take or make strings"):
-        graph_of(tmp_path, model)
     optional = helper.make_optional_type_proto(helper.make_tensor_type_proto(FLOAT, [2]))
     nodes = [node("OptionalGetElement", ["x"], ["out"])]
     with pytest.raises(Unsupported, match=r"'x', an optional, .*cut off the nodes around it"):
@@ -328,15 +323,6 @@ def test_ops_of_classical_learning_have_sizes(tmp_path, op, attributes, made_of)
     model = made([asked], [value("x", ["n", 4])], [value("y", None)], [tensor("at", np.array([0, 2]))])
     model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
     assert shape_of(graph_of(tmp_path, model, "n=5"), "y") == made_of
-
-
-def test_what_is_made_of_strings_is_refused_by_their_name(tmp_path):
-    asked = node("Tokenizer", ["text"], ["words"], domain="com.microsoft", mark=0, pad_value="#")
-    model = made([asked], [value("text", ["n"], TensorProto.STRING)], [value("out", None)])
-    model.graph.node.append(node("Cast", ["words"], ["out"], to=FLOAT))
-    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    with pytest.raises(UnknownSize, match="'text': elements of type string have no fixed size"):
-        graph_of(tmp_path, model, "n=4")
 
 
 def test_elements_below_a_byte_are_packed(tmp_path):

@@ -35,10 +35,12 @@ def results(
 ) -> list[TensorType] | None:
     """Types of a node's results, in the order of its outputs; None where onnxruntime is not installed, does not know
     the op, or cannot say."""
-    if importlib.util.find_spec("onnxruntime") is None or any(a.HasField("g") for a in node.attribute):
-        return None
     given = [n for n in node.input if n]
     if any(not types[n].known for n in given):
+        return None
+    if node.domain == LEARNING and given and (made := _of_trees(node, types[given[0]])) is not None:
+        return made
+    if importlib.util.find_spec("onnxruntime") is None or any(a.HasField("g") for a in node.attribute):
         return None
     plain = onnx.NodeProto(op_type=node.op_type, domain=node.domain, name="node")
     plain.attribute.extend(node.attribute)
@@ -52,6 +54,25 @@ def results(
     versions = tuple(sorted({"": opsets.get("", 0) or 13, node.domain: opsets.get(node.domain, 1)}.items()))
     found = _asked(plain.SerializeToString(deterministic=True), shapes, contents, versions)
     return None if found is None else list(found)
+
+
+def _of_trees(node: Any, given: TensorType) -> list[TensorType] | None:
+    """Types of the results of an ensemble of trees, which its lists of nodes may be too long to be asked with."""
+    about = {a.name: a for a in node.attribute}
+    rows = given.sizes[0] if len(given.sizes) == 2 else 1
+    if node.op_type == "TreeEnsembleClassifier":
+        words, numbers = (about.get(f"classlabels_{kind}") for kind in ("strings", "int64s"))
+        if words is not None and words.strings:
+            kind, labels = onnx.TensorProto.STRING, len(words.strings)
+        else:
+            kind, labels = onnx.TensorProto.INT64, 0 if numbers is None else len(numbers.ints)
+        scores = TensorType(onnx.TensorProto.FLOAT, (rows, labels))
+        return [TensorType(kind, (rows,)), scores] if labels else None
+    if node.op_type in ("TreeEnsembleRegressor", "TreeEnsemble"):
+        targets = int(about["n_targets"].i) if "n_targets" in about else 1
+        kind = given.dtype if node.op_type == "TreeEnsemble" else onnx.TensorProto.FLOAT
+        return [TensorType(kind, (rows, targets))]
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -111,7 +132,8 @@ def _of_session(
 
 
 def _zeros(dtype: int, shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, onnx.helper.tensor_dtype_to_np_dtype(dtype))
+    kind = onnx.helper.tensor_dtype_to_np_dtype(dtype)
+    return np.full(shape, "", kind) if dtype == onnx.TensorProto.STRING else np.zeros(shape, kind)
 
 
 def _type(text: str, shape: Any) -> TensorType | None:

@@ -21,6 +21,7 @@ from onnx import shape_inference
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.onnx import contrib
 from tightship.frontends.onnx.load import Model, external
+from tightship.frontends.onnx.no_tensors import handed_out, made_of
 from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, parts_of, type_of
 from tightship.frontends.onnx.wire import held
 
@@ -91,6 +92,7 @@ class _Walk:
         self.model, self.shapes, self.place = model, shapes, str(model.path)
         self.opsets = model.opsets
         self.imports = list(model.proto.opset_import)
+        self.no_tensors = handed_out(model.proto.graph)
         self.unknown: dict[str, str] = {}  # by name: which axis of what it is
         self.of_inputs: tuple[str, ...] = ()  # those among them that are dimensions of the model's inputs
         self.notes: list[str] = []
@@ -208,11 +210,9 @@ class _Walk:
             if t.known and any(n < 0 for n in t.sizes):
                 raise BadInput(f"negative dimension in the shape {t.sizes} of {name!r}", place=where)
             if not t.dtype:
-                for given, text in zip(names, inputs, strict=True):
-                    nbytes_of(
-                        TensorType(text.dtype, ()), f"{self.place}: value {given!r}"
-                    )  # a string has none
-                if self.of_inputs:  # the runtime is asked for types where sizes are known
+                if self.unknown and (
+                    self.of_inputs or not root
+                ):  # the runtime is asked for types where sizes are known
                     raise self.missing()
                 raise UnknownSize(f"unknown type of the value {name!r}; {_DECLARE}", place=where)
             scope.types[name] = t
@@ -263,6 +263,8 @@ class _Walk:
         standard = node.domain in ("", "ai.onnx")
         if standard and node.op_type in _BODIES:
             return _BODIES[node.op_type](self, scope, k, node, where)
+        if len(node.output) == 1 and node.output[0] in self.no_tensors and scope.parent is None:
+            return [made_of(node, [self._known(scope, n, where) for n in node.input if n], where)]
         domain = "" if standard else node.domain
         version = self.opsets.get(domain)
         if version is None:
@@ -378,9 +380,11 @@ def constant_tensor(node: Any, where: str) -> Any:
     if a.name in ("value_float", "value_floats"):
         data = a.f if a.name == "value_float" else list(a.floats)
         return onnx.numpy_helper.from_array(np.array(data, dtype=np.float32))
-    raise Unsupported(
-        f"{where}: the value {a.name!r} of a Constant", "only tensors of numbers have known sizes"
-    )
+    if a.name in ("value_string", "value_strings"):
+        words = [a.s] if a.name == "value_string" else list(a.strings)
+        dims = [] if a.name == "value_string" else [len(words)]
+        return onnx.helper.make_tensor("", onnx.TensorProto.STRING, dims, words)
+    raise Unsupported(f"{where}: the value {a.name!r} of a Constant", "only dense tensors have known sizes")
 
 
 def _proto(t: TensorType) -> Any:

@@ -26,6 +26,7 @@ from tightship.files import unreadable
 from tightship.frontends.onnx import wire
 from tightship.frontends.onnx.nested import bodies, read_by
 from tightship.frontends.onnx.sequences import listed, sliced
+from tightship.frontends.onnx.wire import held_lists
 
 __all__ = [
     "LARGEST_FILE",
@@ -351,7 +352,7 @@ def _converted(proto: Any, place: str) -> tuple[Any, tuple[str, ...]]:
         raise _inconvertible(version, place, "it does not take sparse initializers")
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
-    kept = _emptied(bare)
+    kept, lists = _emptied(bare), _with_lists(proto)
     try:
         made = onnx.version_converter.convert_version(bare, OLDEST)
     except _REFUSED as error:
@@ -362,6 +363,11 @@ def _converted(proto: Any, place: str) -> tuple[Any, tuple[str, ...]]:
         original = kept.pop(tensor.name, None)
         if original is not None:
             tensor.CopyFrom(original)
+    for node in (n for _, nodes in _graphs(made) for n in nodes):
+        if (original := lists.pop(_key(node), None)) is not None:
+            node.CopyFrom(original)
+    if lists:
+        raise _inconvertible(version, place, f"it drops the node {next(iter(lists.values())).name!r}")
     if kept:
         raise _inconvertible(version, place, f"it drops the tensor {next(iter(kept.values())).name!r}")
     changed = onnx.ModelProto()
@@ -419,6 +425,15 @@ def _inconvertible(version: int, place: str, reason: str) -> Unsupported:
         f"onnx.version_converter cannot convert it to {OLDEST}, the oldest that is read: {reason}",
         f"export the model with opset {OLDEST} or newer",
     )
+
+
+def _with_lists(proto: Any) -> dict[Any, Any]:
+    """Nodes of which lists are in the file alone, which the converter would lose. None is of onnx's own ops."""
+    return {_key(n): n for _, nodes in _graphs(proto) for n in nodes if held_lists(n)}
+
+
+def _key(node: Any) -> Any:
+    return node.domain, node.op_type, *node.output
 
 
 def _emptied(proto: Any) -> dict[str, Any]:

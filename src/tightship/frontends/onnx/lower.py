@@ -18,6 +18,7 @@ from tightship.frontends.onnx.load import Model
 from tightship.frontends.onnx.nested import bodies as graphs_in
 from tightship.frontends.onnx.types import (
     IN_PLACE,
+    STRING,
     Shapes,
     TensorType,
     flops_of,
@@ -43,16 +44,22 @@ HALF: Final = (
     "known of its optimized graph alone (--write without --optimize none)"
 )
 
+STRINGS: Final = (
+    f"strings: {STRING} bytes for each, as in onnxruntime's arena; characters beyond 15 are elsewhere"
+)
+
 
 @dataclass(frozen=True)
 class Program:
     """A model and its graph: ``nodes[o]`` is the node, by position in the file, that op ``o`` runs. Values have
-    the names they have in the model. ``notes`` say what a user should know of how the model was read."""
+    the names they have in the model. ``notes`` say what a user should know of how the model was read. ``fused``:
+    onnxruntime has made it of another model, and has fused all that it may."""
 
     model: Model
     graph: Graph
     nodes: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ def lower(
     graph = low.builder.graph((*low.outputs(), *low.unread()), name, meta)
     half = any(v.dtype == "float16" for o in graph.ops for v in map(graph.values.__getitem__, o.outputs))
     notes = [HALF] if half and in_place == IN_PLACE[0] else []
+    notes += [STRINGS] if any(v.dtype == "string" for v in graph.values) else []
     return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes, *notes))
 
 

@@ -99,12 +99,17 @@ def listed(graph: Any) -> int:
         if nodes is None:
             return 0
         made.append((k, nodes))
-    outside = {o.name for o in graph.output} | {
-        i for n in graph.node for b in bodies(n) for i in all_names(b)
-    }
     others = {i for n in graph.node if n.op_type not in _MAKERS | _READERS for i in n.input}
-    if not lists or lists.keys() & (outside | others):
+    others |= {i for n in graph.node for b in bodies(n) for i in all_names(b)}
+    results = {o.name for o in graph.output}
+    if not lists or lists.keys() & others or any(not lists.get(n, [n]) for n in results):
         return 0
+    for k, node in enumerate(graph.node):
+        if node.op_type in _MAKERS and node.output[0] in results:  # of tensors that the graph knows by then
+            items = lists[node.output[0]]
+            made.append((k, [onnx.helper.make_node("SequenceConstruct", items, node.output, name=node.name)]))
+    if all(graph.node[k].op_type == "SequenceConstruct" for k, _ in made):
+        return 0  # nothing is read of a sequence
     new = dict(made)
     kept = [
         onnx.NodeProto.FromString(x.SerializeToString())

@@ -25,6 +25,8 @@ from tightship.units import MAX_BYTES
 
 __all__ = [
     "IN_PLACE",
+    "NO_TENSOR",
+    "STRING",
     "Dim",
     "Shapes",
     "TensorType",
@@ -34,6 +36,7 @@ __all__ = [
     "is_random",
     "may_overwrite",
     "nbytes_of",
+    "not_a_tensor",
     "parts_of",
     "type_of",
     "viewed",
@@ -43,8 +46,13 @@ __all__ = [
 Dim = int | str
 """A size, or the name under which the user can give it."""
 
+STRING: Final = 32
+"""Bytes of an element of type string in onnxruntime's arena. Characters beyond the 15 that fit in are elsewhere."""
+NO_TENSOR: Final = -1
+"""The element type of a result that is no tensor (a sequence, say): of so many bytes as its one dimension says."""
+
 _NAMES: Final = {number: name for name, number in onnx.TensorProto.DataType.items()}
-_BITS: Final = {"FLOAT4E2M1": 4, "INT4": 4, "UINT4": 4, "INT2": 2, "UINT2": 2}
+_BITS: Final = {"FLOAT4E2M1": 4, "INT4": 4, "UINT4": 4, "INT2": 2, "UINT2": 2, "STRING": 8 * STRING}
 _TORCH: Final = {"FLOAT": "float32", "DOUBLE": "float64"}
 _NAMELESS: Final = ("?", "-1", "None")
 """Names that exporters give to any unknown dimension, whichever."""
@@ -76,7 +84,7 @@ class TensorType:
     @property
     def name(self) -> str:
         """The element type as people know it: ``float32``, ``int64``."""
-        text = _NAMES.get(self.dtype, "unknown")
+        text = "no tensor" if self.dtype == NO_TENSOR else _NAMES.get(self.dtype, "unknown")
         return _TORCH.get(text, text.lower())
 
 
@@ -86,16 +94,12 @@ def element_type(name: str) -> int:
 
 
 def bits_of(dtype: int, place: str) -> int:
-    """Bits of one element. Raises ``UnknownSize`` for strings and types that do not exist."""
+    """Bits of one element. Raises ``UnknownSize`` for types that do not exist."""
+    if dtype == NO_TENSOR:
+        return 8
     name = _NAMES.get(dtype, "")
     if name in _BITS:
         return _BITS[name]
-    if name == "STRING":
-        raise UnknownSize(
-            "elements of type string have no fixed size in bytes; cut off the nodes that take or make strings "
-            "(onnx.utils.extract_model), and plan the rest",
-            place=place,
-        )
     if name in ("", "UNDEFINED"):
         raise UnknownSize(
             f"elements of type {name.lower() or dtype} have no fixed size in bytes", place=place
@@ -121,12 +125,7 @@ def type_of(proto: Any, place: str) -> TensorType:
     if kind is None:
         return TensorType(0)
     if kind != "tensor_type":
-        raise Unsupported(
-            f"{place}, {_KINDS.get(kind, 'a ' + kind.removesuffix('_type'))},",
-            "only tensors have bytes that can be planned",
-            "export the model without it (of scikit-learn: zipmap=False), or cut off the nodes around it "
-            "(onnx.utils.extract_model)",
-        )
+        raise not_a_tensor(f"{place}, {_KINDS.get(kind, 'a ' + kind.removesuffix('_type'))}")
     tensor = proto.tensor_type
     if not tensor.HasField("shape"):
         return TensorType(tensor.elem_type)
@@ -142,6 +141,16 @@ def type_of(proto: Any, place: str) -> TensorType:
             raise BadInput(f"dimension {d.dim_value} is not from 0 to 2^63-1", place=place)
         dims.append(int(d.dim_value))
     return TensorType(tensor.elem_type, tuple(dims))
+
+
+def not_a_tensor(what: str) -> Unsupported:
+    """The error for a value that is no tensor, where it is given or read (results may be none)."""
+    return Unsupported(
+        f"{what},",
+        "only tensors have bytes that can be planned",
+        "export the model without it (of scikit-learn: zipmap=False), or cut off the nodes around it "
+        "(onnx.utils.extract_model)",
+    )
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """A model's file without its weights, and the weights back in: protobuf messages by their headers alone.
 
 What a file holds besides weights is small, and is all that planning needs. `slim` walks the file field by field, as
-onnx.proto describes it, and leaves out the contents of large dense tensors, noting where in the file they are;
-`fattened` is the way back, in pieces, so that gigabytes are copied by range and never held. On the way every message
-is counted, because an empty one takes two bytes in a file and many more in memory.
+onnx.proto describes it, and leaves out the contents of large dense tensors, and the long lists in which ensembles of
+trees have their nodes, noting where in the file they are; `fattened` is the way back, in pieces, so that gigabytes
+are copied by range and never held. On the way every message is counted, because an empty one takes two bytes in a
+file and many more in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from typing import Any, Final
 
 import onnx
 
-__all__ = ["KEEP", "Held", "Read", "TooLarge", "fattened", "from_bytes", "from_file", "held", "slim"]
+from tightship.frontends.onnx.runs import LISTS, run_end
+
+__all__ = [
+    "KEEP",
+    "Held",
+    "Read",
+    "TooLarge",
+    "fattened",
+    "from_bytes",
+    "from_file",
+    "held",
+    "held_lists",
+    "slim",
+]
 
 KEEP: Final = (1 << 15, 1 << 10)
 """Bytes of a tensor's contents up to which they are kept: what shapes are computed from is smaller. The second is
@@ -33,6 +47,12 @@ _CONTENTS: Final = frozenset(
 )
 _RAW: Final = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
 _EXTERNAL: Final = onnx.TensorProto.EXTERNAL_DATA_FIELD_NUMBER
+_NAME: Final = onnx.AttributeProto.NAME_FIELD_NUMBER
+_DOC: Final = onnx.AttributeProto.DOC_STRING_FIELD_NUMBER
+_TREES: Final = (b"nodes_", b"class_", b"target_", b"leaf_")
+"""How the attributes begin that are the nodes and leaves of trees: sizes of results do not depend on them."""
+_AS_THEY_ARE: Final = 0
+"""In place of a field's number: a run of fields with their headers."""
 
 Read = Callable[[int, int], bytes]
 """(offset, size) -> that many bytes, or fewer at the end."""
@@ -64,7 +84,7 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Contents of a tensor that were left in the file: where they are, and in which field of the tensor."""
+    """Contents of a tensor or an attribute that were left in the file: where they are, and in which field."""
 
     offset: int
     size: int
@@ -80,6 +100,11 @@ def held(tensor: Any) -> Held | None:
     """Where the contents of a tensor of a slim model are; None if they are in the message, or beside the file."""
     found = [e.value for e in tensor.external_data if e.key == _MARK]
     return Held(*map(int, found[-1].split(":"))) if found else None
+
+
+def held_lists(node: Any) -> int:
+    """How many lists of a node of a slim model are in its file alone."""
+    return sum(a.doc_string.startswith(_MARK) for a in node.attribute)
 
 
 def slim(read: Read, size: int, limit: int) -> bytes:
@@ -123,6 +148,10 @@ class _Slim:
         parts: list[bytes] = []
         inside, emptied = _inside(kind), kind.name == "TensorProto" and not whole
         whole = whole or kind.name == "SparseTensorProto"
+        if kind.name == "AttributeProto" and end - at > self.keep and _of_trees(read, at, end):
+            made = self._without_list(read, at, end)
+            if made is not None:
+                return made
         copied = at  # everything before it has been dealt with
         for number, begin, start, stop in _fields(read, at, end):
             child = inside.get(number) if start > begin else None
@@ -147,10 +176,43 @@ class _Slim:
             parts.append(_all(read, copied, end))
         return b"".join(parts)
 
+    def _without_list(self, read: Read, at: int, end: int) -> bytes | None:
+        """An attribute without its list, whose place in the file stands where a text would; None for one in several
+        pieces."""
+        parts: list[bytes] = []
+        text = b""
+        while at < end:
+            number, begin, start, stop = next(_fields(read, at, end))
+            if number in LISTS:
+                if text:
+                    return None
+                stop = run_end(read, begin, end, number, _past)
+                text = f"{_MARK}{begin}:{stop - begin}:{_AS_THEY_ARE}".encode()
+            elif number != _DOC:
+                self._count(max(stop - start, _FIELD))
+                parts.append(_all(read, begin, stop))
+            at = stop
+        self._count(len(text))
+        return b"".join([*parts, _varint_of(_DOC << 3 | 2), _varint_of(len(text)), text])
+
     def _count(self, size: int) -> None:
         self.counted += size
         if self.counted > self.limit:
             raise TooLarge(self.counted)
+
+
+def _of_trees(read: Read, at: int, end: int) -> bool:
+    """Whether the attribute between ``at`` and ``end`` is a list of trees' nodes or leaves."""
+    number, _, start, stop = next(_fields(read, at, end))
+    if number != _NAME or stop - start > _MESSAGE or not read(start, stop - start).startswith(_TREES):
+        return False
+    return stop < end and next(_fields(read, stop, end))[0] in LISTS
+
+
+def _past(read: Read, at: int, end: int) -> tuple[int, int]:
+    """Number of the field that begins at a byte, and where it ends."""
+    number, _, _, stop = next(_fields(read, at, end))
+    return number, stop
 
 
 def _all(read: Read, at: int, end: int) -> bytes:
@@ -235,6 +297,10 @@ def _fat(data: bytes, kind: Any) -> list[bytes | Held]:
 
     for number, begin, start, stop in _fields(from_bytes(data), 0, len(data)):
         child = inside.get(number) if start > begin else None
+        if kind.name == "AttributeProto" and number == _DOC and data.startswith(mark, start):
+            where = Held(*map(int, data[start + len(mark) : stop].decode().split(":")))
+            pieces += [data[copied:begin], where]
+            copied = stop
         if child is None or data.find(mark, start, stop) < 0:
             continue
         pieces.append(data[copied:begin])
