@@ -40,6 +40,8 @@ _HEAT = 0.003
 """The first temperature, in step times."""
 _FAR = 0.01
 """So far above the goal, as a part of the step's time, is not close to it."""
+_DOWN, _LEAST, _TURNS_DOWN = 0.015, 0.001, 12
+"""By what part of the peak plans come down each time, at first and at least, and how often."""
 _TURNS, _FROM = 4, 3
 """How often what came of one is changed again; of how many plans that need more than there is."""
 _NEARLY = 1.1
@@ -108,18 +110,25 @@ class Reruns:
         return few and not search.problem.only and "recompute" in search.problem.means
 
     def _lower(self) -> None:
-        search = self.search
-        for start in search.reached.plans[:_FROM]:
-            line = start.found.timeline
-            for turn in range(_TURNS):
-                made = self._changed(line, search.bytes, 1, turn)
-                if made is None or made.peak >= line.peak:
-                    break
-                line = made
-                if line.peak <= search.bytes:
-                    break
-            if line is not start.found.timeline and search.offer(line, self.clock).needs <= search.bytes:
+        for start in self.search.reached.plans[:_FROM]:
+            line = self._lowest(start.found.timeline)
+            lower = line is not start.found.timeline
+            if lower and self.search.offer(line, self.clock).needs <= self.search.bytes:
                 return
+
+    def _lowest(self, line: Timeline) -> Timeline:
+        """What comes of steps that need more than there is, down to the budget: by a little each time, for far from
+        its limit annealing does not know which bytes are too many."""
+        down = _DOWN
+        for turn in range(_TURNS_DOWN):
+            if line.peak <= self.search.bytes or down < _LEAST:
+                break
+            made = self._changed(line, max(self.search.bytes, int(line.peak * (1 - down))), 1, turn)
+            if made is None or made.peak > line.peak * (1 - down / 2):
+                down /= 3
+            if made is not None and made.peak < line.peak:
+                line = made
+        return line
 
     def _faster(self) -> None:
         search, budget = self.search, self.search.bytes
