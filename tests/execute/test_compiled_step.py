@@ -154,7 +154,7 @@ class Channels(nn.Module):
         return nn.functional.dropout1d(x.unsqueeze(-1), 0.4, self.training).squeeze(-1)
 
 
-@pytest.mark.parametrize("drop", [Path(), Channels(), nn.AlphaDropout(0.4), nn.Dropout(0.4)])
+@pytest.mark.parametrize("drop", [Path(), Channels(), nn.AlphaDropout(0.4), nn.Dropout(0.4), nn.Dropout(0.5)])
 def test_whatever_is_left_out_is_what_torch_compile_leaves_out(drop):
     """A dropout of single elements is of Inductor's own uniform numbers, all others are drawn as in eager: they were
     of the former, too."""

@@ -226,7 +226,8 @@ class _Flattening:
             return False
         values = self.program.graph.values
         shapes = [values[a.value].shape for a in masked.args if isinstance(a, Ref)]
-        return scaled.args == call.args and masked.args[-1] == call.args[0] and len({*shapes}) == 1
+        drawn = call.args if len(call.args) > 1 else (*call.args, 0.5)  # which torch leaves out
+        return scaled.args == drawn and masked.args[-1] == drawn[0] and len({*shapes}) == 1
 
     def _compiled_strides(self, fn: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]] | None:
         """How an op's results lie where it is compiled; None where that is as in eager: of what is contiguous."""
@@ -283,7 +284,7 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, torch.Tensor) or (isinstance(x, (int, float)) and not isinstance(x, bool))
 
 
-def _dropout_mask(x: torch.Tensor, p: float, **_: Any) -> torch.Tensor:
+def _dropout_mask(x: torch.Tensor, p: float = 0.5, **_: Any) -> torch.Tensor:
     """As Inductor draws for dropout: of the uniform numbers that it has a kernel for."""
     return x.copy_((torch.rand_like(x) > 1 - p).to(x.dtype))
 
