@@ -9,6 +9,7 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import tightship
 from support.compiled import batch, deep, loss_of, zoo
 from tightship import errors, simulate
-from tightship.execute import allocator
+from tightship.execute import allocator, compiled_search
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
 from tightship.frontends.torch import (
@@ -439,8 +440,8 @@ def test_attention_with_dropout_within_a_budget():
 
 @pytest.mark.slow
 def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_inductor_search.Aim, "run", lambda self: [])
-    monkeypatch.setattr(torch_inductor_search, "STOCK", ())
+    monkeypatch.setattr(compiled_search.Aim, "run", lambda self: [])
+    monkeypatch.setattr(torch_inductor_search.Search, "shares", (None,))
 
     def block():
         return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Dropout(0.1))
@@ -460,8 +461,8 @@ def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_depthwise_convolutions_that_run_again_keep_the_layouts_of_a_backward_pass_without_them(monkeypatch):
-    monkeypatch.setattr(torch_inductor_search.Aim, "run", lambda self: [])
-    monkeypatch.setattr(torch_inductor_search, "STOCK", ())
+    monkeypatch.setattr(compiled_search.Aim, "run", lambda self: [])
+    monkeypatch.setattr(torch_inductor_search.Search, "shares", (None,))
 
     def block():
         rows = [
@@ -1712,10 +1713,10 @@ def test_gradients_of_convolutions_are_computed_one_after_the_other_with_the_sam
     torch.manual_seed(0)
     joint, _ = joint_of(make(), images())
     with config.patch(layout_optimization=False):
-        lean = compat_inductor.lean_convolutions(joint)
+        lean, other = compat_inductor.lean_convolutions(joint)
     masks = [n.args[10] for n in joint.graph.nodes if "convolution_backward" in n.name]
     if not any(m[0] and m[1] for m in masks):
-        assert lean is None
+        assert not other
         return
     found = [n for n in lean.graph.nodes if n.target is torch.ops.aten.convolution_backward.default]
     images_alone = [n for n in lean.graph.nodes if "convolution.default" in str(n.target) and n.args[6]]
@@ -1732,7 +1733,7 @@ def test_gradients_of_convolutions_are_computed_one_after_the_other_with_the_sam
 def test_images_in_channels_last_change_no_numbers_but_for_rounding(last):
     torch.manual_seed(0)
     joint, _ = joint_of(nn.Sequential(Joined.row(3, 8), Joined.row(8, 8), last), images())
-    lean = compat_inductor.lean_convolutions(joint)
+    lean, _ = compat_inductor.lean_convolutions(joint)
     turned = [n for n in lean.graph.nodes if n.kwargs.get("memory_format") is torch.channels_last]
     assert len(turned) >= 3
     for a, b in zip(ran(joint), ran(lean), strict=True):
@@ -1754,7 +1755,7 @@ def test_images_of_grouped_convolutions_are_left_as_they_lie():
     """Gradients of their weights would take many times the workspace in channels-last."""
     rows = [nn.Conv2d(3, 16, 3), nn.Tanh(), nn.Conv2d(16, 16, 3, groups=16), nn.Tanh(), nn.Conv2d(16, 4, 1)]
     joint, _ = joint_of(nn.Sequential(*rows), images())
-    lean = compat_inductor.lean_convolutions(joint)
+    lean, _ = compat_inductor.lean_convolutions(joint)
     for n in lean.graph.nodes:
         if n.target is torch.ops.aten.convolution.default:
             turned = n.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
@@ -1763,32 +1764,30 @@ def test_images_of_grouped_convolutions_are_left_as_they_lie():
 
 def test_the_least_peak_is_that_of_both_ways_to_write_a_graph():
     def missed(peak):
-        def search(budget, static, _first):
-            raise errors.Infeasible(budget=budget, lower_bound=static, best_peak=peak, compiled=True)
+        def search(budget, _first):
+            raise errors.Infeasible(budget=budget, lower_bound=100, best_peak=peak, compiled=True)
 
         return search
 
     def searching(peak, count, lean=None):
         search = object.__new__(torch_inductor_search.Search)
-        search.search, search.count, search.unplanned = missed(peak), count, None
-        search.lean, search.stock = lambda: lean, lambda _share: None
+        search.search, search.count, search.unplanned = missed(peak), count, SimpleNamespace(static=100)
+        search.lean, search.stock = lambda: lean, lambda: None
         return search
 
     for first, second in ((900, 700), (700, 900)):
         search = searching(first, 3, searching(second, 0))
         with pytest.raises(errors.Infeasible) as no:
-            search.within(500, 100, None)
+            search.within(500, None)
         assert (no.value.best_peak, no.value.budget, no.value.lower_bound) == (700, 500, 100)
         assert search.count == 3
     with pytest.raises(errors.Infeasible) as no:
-        searching(900, 3).within(500, 100, None)
+        searching(900, 3).within(500, None)
     assert no.value.best_peak == 900
 
 
 def test_kernels_end_where_much_could_be_given_back():
     """Inductor writes loops one after the other into one kernel, and gives nothing back before all of it has run."""
-    from types import SimpleNamespace
-
     from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.virtualized import V
 
@@ -1808,7 +1807,7 @@ def test_kernels_end_where_much_could_be_given_back():
         assert not CppScheduling.ready_to_flush(writing)
         with compat_inductor_partitions.as_planned(pair.backward, backward=True):
             assert not CppScheduling.ready_to_flush(writing)
-        compat_inductor.mark_lean(pair, 4096)
+        compat_inductor.mark_lean(pair.backward, 4096)
         with compat_inductor_partitions.as_planned(pair.backward, backward=True):
             assert CppScheduling.ready_to_flush(writing)
             graph.removed_buffers.add("buf0")  # the caller's tensors alone are left

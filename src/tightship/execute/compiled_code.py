@@ -1,4 +1,4 @@
-"""A whole step as Inductor compiles it: which graph is compiled within a budget, and its runs.
+"""A whole step as Inductor compiles it: its code and plan, and its runs.
 
 A part of `compiled_step`, whose problem and guarantee these are.
 """
@@ -10,34 +10,18 @@ import pathlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from tightship import simulate
-from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
+from tightship.errors import Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.aiming import (
-    STOCK,
-    Aim,
-    Candidate,
-    fastest,
-    found_or_kept,
-    row_of,
-    source_of,
-    unplanned_of,
-)
-from tightship.execute.cache import (
-    DEFAULT,
-    KeptPartitions,
-    Partition,
-    folder_of,
-    plan_of,
-)
+from tightship.execute.aiming import Candidate
+from tightship.execute.cache import DEFAULT, KeptPartitions, Partition, Unplanned, folder_of
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
 from tightship.execute.compiled_ranks import Decision
+from tightship.execute.compiled_step_search import StepSearch
 from tightship.execute.interpreter import RunStats, report
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.execute.prepared import Settings
@@ -45,21 +29,17 @@ from tightship.execute.script import device_of
 from tightship.frontends.torch import compat, compat_inductor
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, flatten_program
-from tightship.frontends.torch.capture.fused import between_blocks
-from tightship.frontends.torch.capture.fused_step import FusedStep, fuse_step
 from tightship.frontends.torch.capture.number_inputs import OpNumber, takes
 from tightship.frontends.torch.collectives import Collective
-from tightship.frontends.torch.compat_inductor import Lower, Lowered, NotLowered, Outdated
+from tightship.frontends.torch.compat_inductor import Lower, Lowered, Outdated
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.given import independent
 from tightship.frontends.torch.optimizer.updates import Member, Updater, state_at
 from tightship.frontends.torch.program import Program
 from tightship.graph import aligned, alignment_of
-from tightship.plan import Plan
 from tightship.planners import default
-from tightship.planners.run import decision_plan
 from tightship.process_local import NotCopied
-from tightship.verify import check
+from tightship.units import Budget
 
 __all__ = ["Compilation", "WholePlan"]
 
@@ -207,9 +187,6 @@ def _state_like(member: Member) -> list[tuple[Any, torch.Tensor]]:
 # --- compiling -------------------------------------------------------------------------------------------------
 
 
-_INDUCTOR = "Inductor"
-
-
 class Compilation:
     """One program: which graph is compiled for it, and its plan."""
 
@@ -237,8 +214,7 @@ class Compilation:
         unchecked = any(only_raises(c.fn) for c in program.calls)
         self.notes = [_NUMBERS, *([_UNCHECKED] if unchecked else [])]
         self.count = 0
-        self.seen: dict[tuple[str, ...], Candidate[GraphModule]] = {}
-        self.model: FusedStep | None = None
+        self.found: Sequence[str] = ()  # what the search has to say
         self.outputs = len(program.results) - len(program.gradients)
         self.looks = True  # whether choices of earlier runs count
         self.best: Candidate[GraphModule] | None = None
@@ -252,8 +228,7 @@ class Compilation:
         _check_alone(self.program)
         folder = folder_of(self.settings.measuring.get("cache", DEFAULT))
         for kept in ("code", "choices", ""):
-            self.looks, self.best, self.count = bool(kept), None, 0
-            self.seen.clear()
+            self.looks, self.best = bool(kept), None
             try:
                 return self._run(folder, kept)
             except Outdated:  # it is made anew
@@ -271,9 +246,9 @@ class Compilation:
             made_from = (
                 "step",
                 self.settings.budget,
-                self._options,
+                self.options,
                 self.outputs,
-                self._static,
+                self.static,
                 self.beside,
                 self.align,
             )
@@ -292,7 +267,7 @@ class Compilation:
         passes, arena = place(replay, most=self.best.peak if self.budget is None else None)
         plan = WholePlan(
             self.budget, replay.static, self.best.peak, arena, passes, max(self.unplanned.peaks), (),
-            self.best.recomputed, self.best.seconds, self.best.source, self.count, tuple(self.notes),
+            self.best.recomputed, self.best.seconds, self.best.source, self.count, (*self.notes, *self.found),
         )  # fmt: skip
         made = Compiled(
             program, self.optimizer, flat, call, plan, self.measured.kind, self.device, self,
@@ -311,165 +286,60 @@ class Compilation:
     # --- which graph ---
 
     @property
-    def _options(self) -> default.Options:
+    def options(self) -> default.Options:
         options = getattr(self.settings.planner, "options", None)
         chosen = options if isinstance(options, default.Options) else default.Options()
         return replace(chosen, redraw=False)  # compiled code draws from seeds, and has the same ones again
 
     @property
-    def _static(self) -> int:
+    def within(self) -> Budget | None:
+        return self.settings.budget
+
+    @property
+    def name(self) -> str:
+        return self.program.graph.name
+
+    @property
+    def static(self) -> int:
         return self.program.graph.static_bytes + self.own
+
+    def limit(self, unplanned: Unplanned) -> int | None:
+        """The most bytes for a step that takes so many as Inductor has it."""
+        self.budget = self.resolved(self.static, max(unplanned.peaks, default=0), self.beside)
+        return self.budget
 
     def _choice(self, best: Candidate[GraphModule]) -> Choice:
         return Choice(
-            self._static, self._static, 0, self.outputs, 0, (), self.budget, self.unplanned, best.peak,
-            best.recomputed, best.seconds, best.source, self.count, (),
+            self.static, self.static, 0, self.outputs, 0, (), self.budget, self.unplanned, best.peak,
+            best.recomputed, best.seconds, best.source, self.count, tuple(self.found),
         )  # fmt: skip
 
     def _loaded(self, graph: GraphModule) -> Candidate[GraphModule]:
         """What was decided when the code that is loaded was made. Raises ``Outdated``."""
         c = None if self.code is None else self.code.choice()
-        if c is None or c.given != self._static:
+        if c is None or c.given != self.static:
             raise Outdated("what was decided for kept code is not known")
-        self.unplanned, self.count = c.unplanned, c.lowered
-        self.budget = self.resolved(self._static, max(c.unplanned.peaks, default=0), self.beside)
-        if self.budget != c.budget:
+        self.unplanned, self.count, self.found = c.unplanned, c.lowered, c.notes
+        if self.limit(c.unplanned) != c.budget:
             raise Outdated("kept code is within another budget")
         return Candidate(graph, c.source, c.peak, c.peak, None, c.recomputed, c.seconds)
 
     def choose(self, gm: GraphModule, lower: Lower) -> GraphModule:
-        self.gm, self.lower = gm, lower
-        static = self._static
-        made_from = ("step", compat_inductor.digest(gm, ()), self.outputs, static, self.align, self._options)
+        made_from = (
+            "step",
+            compat_inductor.digest(gm, ()),
+            self.outputs,
+            self.static,
+            self.align,
+            self.options,
+        )
         folder = folder_of(self.settings.measuring.get("cache", DEFAULT)) if self.alone else None
         self.kept = KeptPartitions(folder, made_from)
-        known = self.kept.read() if self.looks else None
-        if self.given is not None:
-            known = None if self.follows else (self.given.unplanned, {})
-        within = self.settings.budget
-        likely = within is None or not within.below_unplanned
-        first = None if known is not None else self.candidate(gm, _INDUCTOR, likely=likely)
-        self.unplanned = known[0] if known is not None else unplanned_of(first)
-        budget = self.budget = self.resolved(static, max(self.unplanned.peaks), self.beside)
-        if self.given is not None and self.follows:
-            self.best = self._followed(self.given.chosen, budget)
-            self.row = row_of(self.best, self.count)
-            return self.best.made
-        row = self.given.chosen if self.given is not None else known and known[1].get(str(budget))
-        if row:
-            self.row, self.best = row, self._again(row)
-            return self.best.made
-        best = first or self.candidate(gm, _INDUCTOR, likely=likely)
-        if budget is not None and best.needed > budget:
-            best = found_or_kept(
-                self.kept, self.unplanned, budget, partial(self._within, budget, static, best),
-                self._again if self.looks else None,
-                lambda: row_of(min(self.seen.values(), key=lambda c: c.needed), self.count),
-            )  # fmt: skip
-        self.best = best
-        self.row = row_of(best, self.count)
-        self.kept.keep(self.unplanned, budget, self.row)
-        return best.made
-
-    def _followed(self, row: Partition, budget: int | None) -> Candidate[GraphModule]:
-        """What was decided for the same ops on tensors of other sizes. Raises ``Unsupported`` where ops differ,
-        ``Infeasible`` beyond the budget."""
-        plan = plan_of(row)
-        if row.source == _INDUCTOR:
-            found = self.candidate(self.gm, _INDUCTOR)
-        else:
-            model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
-            made = self.seed(row.share) if plan is None else None
-            try:
-                if plan is not None:
-                    line = simulate.replay(model.graph, plan.steps)
-                    plan = decision_plan(model.graph, plan.steps, line, plan.planner)
-                    made = model.ordered(plan)
-            except (TightshipError, LookupError, ValueError):
-                made = None
-            if made is None:
-                raise Unsupported(
-                    "a batch of other shapes on some ranks, for which other ops run,",
-                    "no compiled code sends in the order of the other ranks'", "give all ranks batches of one shape",
-                )  # fmt: skip
-            found = self.candidate(made, row.source, plan, share=row.share)
-        if budget is not None and found.needed > budget:
-            raise Infeasible(
-                budget=budget, lower_bound=self._static, best_peak=found.peak, placed=found.needed
-            )
-        return found
-
-    def _again(self, row: Partition) -> Candidate[GraphModule]:
-        """What was chosen in an earlier run. Raises ``Outdated`` where it is not this graph's."""
-        try:
-            plan, made = plan_of(row), self.gm if row.source == _INDUCTOR else None
-            if made is None:
-                model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
-                if plan is not None:
-                    plan = plan if self.given is None else replace(plan, digest=model.graph.digest)
-                    check(model.graph, plan)
-                    made = model.ordered(plan)
-                else:
-                    made = self.seed(row.share)
-            if made is None:
-                raise BadInput("a kept choice is Inductor's own, or of a plan")
-        except TightshipError as error:
-            raise Outdated(str(error)) from error
-        self.count = row.lowered
-        return Candidate(
-            made, row.source, row.peak, row.needed, None, row.recomputed, row.seconds, row.share, plan
-        )
-
-    def candidate(
-        self, gm: GraphModule, source: str, plan: Plan | None = None, *, share: float | None = None,
-        likely: bool = True,
-    ) -> Candidate[GraphModule]:  # fmt: skip
-        key = tuple(map(compat_inductor.origin, gm.graph.nodes))
-        if key not in self.seen:
-            try:
-                replay = self.replayed(self.lower(gm, likely=likely))
-            except NotLowered as error:
-                self.notes += [] if str(error) in self.notes else [str(error)]
-                raise
-            self.count += 1
-            peak = max(replay.peaks)
-            needed = max(peak, replay.static + place(replay)[1])
-            cost = self.model.recompute_time(gm) if self.model is not None else (0, 0.0)
-            self.seen[key] = Candidate(gm, source, peak, needed, replay, *cost, share, plan)
-        return self.seen[key]
-
-    def _within(self, budget: int, static: int, first: Candidate[GraphModule]) -> Candidate[GraphModule]:
-        """The fastest within the budget: of our plans, and of what Inductor or checkpoints would save. Raises
-        ``Infeasible``."""
-        model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
-
-        def ours(plan: Plan) -> Candidate[GraphModule]:
-            return self.candidate(model.ordered(plan), "tightship", plan)
-
-        aim = Aim(model, self._options, ours, budget, static, first.workspaces())
-        found = [*aim.run(), *self.seen.values()]
-        return fastest(found, (1.0, *STOCK, None), self, budget, static, aim)
-
-    # --- what others would save ---
-
-    def seed(self, share: float | None) -> GraphModule | None:
-        """What keeps for the backward pass what Inductor would at an ``activation_memory_budget``; for None, what a
-        checkpoint around each block does, if there are blocks."""
-        model = self.model
-        assert model is not None
-        if share is None:
-            saved = between_blocks(self.gm, model.is_late)
-            return model.saving(saved) if saved else None
-        return model.saving(compat_inductor.stock_saved(self.gm, model.late, model.outputs, share))
-
-    def seconds(self, gm: GraphModule) -> float:
-        return 0.0 if self.model is None else self.model.recompute_time(gm)[1]
-
-    def least(self, _gm: GraphModule) -> int:
-        return 0
-
-    def lowered(self, gm: GraphModule, share: float | None) -> Candidate[GraphModule]:
-        return self.candidate(gm, source_of(share), share=share)
+        search = StepSearch(self, gm, self.outputs, lower, self.kept, looks=self.looks)
+        self.best = search.run()
+        self.count, self.unplanned, self.row = search.count, search.unplanned, search.row
+        self.found = search.notes
+        return self.best.made
 
 
 def _check_alone(program: Program) -> None:

@@ -221,7 +221,7 @@ def stock_peaks(gm: GraphModule, inputs: Sequence[Any], shares: Sequence[float])
         joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], lower: LowerPair
     ) -> Pair:
         search = Search(compilation, joint, inputs, outputs, static, lower)
-        found.extend(search.stock(share).peak for share in shares)
+        found.extend(search.at_share(share).peak for share in shares)
         raise compat_inductor.Stopped
 
     with suppress(compat_inductor.Stopped):

@@ -24,53 +24,56 @@ _GROUPS: Final = {
 """Of each op: which argument is the number of groups, and how many of the first ones are images."""
 
 
-def lean_convolutions(joint: GraphModule) -> GraphModule | None:
-    """A copy of a joint graph in which a convolution's gradients are computed one after the other, that of its
-    weights first: the same kernels give the same numbers, but what was read for the first, and what it took, may be
-    gone when the second is made. That of its images is a transposed convolution where it can be: it does not read
-    them. Images lie in channels-last where Inductor has convolutions so, and what is computed
-    from them with them: no kernel writes one layout while it reads another. None where there is no such
-    convolution."""
+def lean_convolutions(joint: GraphModule) -> tuple[GraphModule, bool]:
+    """A copy of a joint graph, or of a whole step's, in which a convolution's gradients are computed one after the
+    other, that of its weights first: the same kernels give the same numbers, but what was read for the first, and
+    what it took, may be gone when the second is made. That of its images is a transposed convolution where it can be:
+    it does not read them. Images lie in channels-last where Inductor has convolutions so, and what is computed from
+    them with them: no kernel writes one layout while it reads another. And whether that is another graph: it is not
+    where no gradient of images is computed."""
     made = copied(joint)
-    both = [n for n in made.graph.nodes if n.target is torch.ops.aten.convolution_backward.default]
-    both = [n for n in both if all(n.args[10][:2]) and {u.args[1] for u in n.users} >= {0, 1}]
-    if not both:
-        return None
+    found = [n for n in made.graph.nodes if n.target is torch.ops.aten.convolution_backward.default]
+    found = [n for n in found if any(u.args[1] == 0 for u in n.users)]
+    if not found:
+        return made, False
     if turns_to_channels_last(made):
         _images_in_channels_last(made)
-    _slices_by_themselves(made, both)
-    for n in both:
+    _slices_by_themselves(made, found)
+    for n in found:
         _one_after_the_other(made, n)
     made.graph.lint()
     made.recompile()
-    return made
+    return made, True
 
 
-def _one_after_the_other(gm: GraphModule, both: Node) -> None:
-    *rest, mask = both.args
-    transposed = _transposed(both)
+def _one_after_the_other(gm: GraphModule, whole: Node) -> None:
+    *rest, mask = whole.args
+    transposed = _transposed(whole)
+    parts = {k: [u for u in whole.users if u.args[1] == k] for k in range(3)}
     for wanted in ((False, *mask[1:]), (True, False, False)):  # type: ignore[index]
-        with gm.graph.inserting_before(both):
+        if not any(parts[k] for k in range(3) if wanted[k]):
+            continue
+        with gm.graph.inserting_before(whole):
             if wanted[0] and transposed is not None:
                 one = gm.graph.call_function(torch.ops.aten.convolution.default, transposed)
-                one.meta = {**both.meta, "val": both.meta["val"][0]}
-                for part in [u for u in both.users if u.args[1] == 0]:
+                one.meta = {**whole.meta, "val": whole.meta["val"][0]}
+                for part in parts[0]:
                     part.replace_all_uses_with(one)
                     gm.graph.erase_node(part)
                 continue
-            one = gm.graph.call_function(both.target, (*rest, list(wanted)), both.kwargs)  # type: ignore[arg-type]
-        values = tuple(v if w else None for v, w in zip(both.meta["val"], wanted, strict=True))
-        one.meta = {**both.meta, "val": values}
-        for part in [u for u in both.users if wanted[u.args[1]]]:  # type: ignore[index]
+            one = gm.graph.call_function(whole.target, (*rest, list(wanted)), whole.kwargs)  # type: ignore[arg-type]
+        values = tuple(v if w else None for v, w in zip(whole.meta["val"], wanted, strict=True))
+        one.meta = {**whole.meta, "val": values}
+        for part in [u for k in range(3) if wanted[k] for u in parts[k]]:
             part.args = (one, part.args[1])
             one.append(part)
-    gm.graph.erase_node(both)
+    gm.graph.erase_node(whole)
 
 
-def _transposed(both: Node) -> tuple[Any, ...] | None:
+def _transposed(whole: Node) -> tuple[Any, ...] | None:
     """The arguments of the transposed convolution that is the gradient of the images by the same kernel: it does not
     read the images, so that these may be gone by then. None where it would be another kernel, or copy its result."""
-    grad, image, weight, _, stride, padding, dilation, transposed, _, groups, _ = both.args
+    grad, image, weight, _, stride, padding, dilation, transposed, _, groups, _ = whole.args
     x, w, g = (n.meta["val"] for n in (image, weight, grad))  # type: ignore[union-attr]
     known = (
         x.dim() == 4
@@ -85,11 +88,11 @@ def _transposed(both: Node) -> tuple[Any, ...] | None:
     return grad, weight, None, stride, padding, dilation, True, more, groups
 
 
-def _slices_by_themselves(gm: GraphModule, both: Sequence[Node]) -> None:
+def _slices_by_themselves(gm: GraphModule, gradients: Sequence[Node]) -> None:
     """Gives a tensor of its own to each part of such a gradient that is read later than another part: a gradient of
     concatenated images would stay whole until the last of them is reached."""
     place = {n: k for k, n in enumerate(gm.graph.nodes)}
-    for whole in [u for n in both for u in n.users if u.args[1] == 0]:
+    for whole in [u for n in gradients for u in n.users if u.args[1] == 0]:
         parts = [u for u in whole.users if u.target is torch.ops.aten.slice.Tensor and u.users]
         parts.sort(key=lambda u: min(place[x] for x in u.users))
         for part in parts[1:] if len(parts) == len(whole.users) else ():

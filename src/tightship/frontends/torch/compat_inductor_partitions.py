@@ -29,7 +29,7 @@ from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, EXISTS, LE
 
 __all__ = [
     "Pair", "after_tangents", "as_planned", "copied", "digest", "draws", "effect_of", "extract", "is_view",
-    "mark_lean", "origin", "overwritten", "overwritten_count", "realize_as_is", "results_of", "runs_once",
+    "mark_lean", "merged", "origin", "overwritten", "overwritten_count", "realize_as_is", "results_of", "runs_once",
     "stock_pair", "stock_saved", "turns_to_channels_last", "with_backward", "without_tokens",
 ]  # fmt: skip
 
@@ -202,20 +202,20 @@ def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[i
     except (
         Unsupported
     ):  # below a budget of 1 it draws dropout's seeds, and reads overwritten inputs, in the backward pass
-        return extract(_merged(joint), outputs, pair.saved)
+        return extract(merged(joint), outputs, pair.saved)
 
 
-def _merged(joint: GraphModule) -> GraphModule:
+def merged(joint: GraphModule) -> GraphModule:
     """The joint graph as PyTorch partitions it: without dead nodes, and equal ones are one. What it saves is named
     after those: one that both passes compute alike is read by the backward pass, too."""
     from torch._functorch import compile_utils, config
 
-    merged = copied(joint)
-    merged.graph.eliminate_dead_code()
+    made = copied(joint)
+    made.graph.eliminate_dead_code()
     if config.cse:
-        merged.graph = compile_utils.fx_graph_cse(merged.graph)
-    merged.recompile()
-    return merged
+        made.graph = compile_utils.fx_graph_cse(made.graph)
+    made.recompile()
+    return made
 
 
 @contextmanager
@@ -390,6 +390,7 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
         return found
 
     worth = min((n.meta[LEAN] for n in graph.graph.nodes if LEAN in n.meta), default=None)
+    given = {n.name for n in graph.graph.find_nodes(op="placeholder") if LEAN in n.meta}
     ready, run_node = CppScheduling.ready_to_flush, GraphLowering.run_node
 
     def realized(self: Any, n: Node) -> Any:
@@ -399,7 +400,7 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
         return result
 
     def ends(self: Any) -> bool:
-        return bool(ready(self)) or (worth is not None and _dead(self.scheduler) >= worth)
+        return bool(ready(self)) or (worth is not None and _dead(self.scheduler, given) >= worth)
 
     with config.patch({**more, **(settings if ours else {})}):
         if ours:
@@ -414,13 +415,13 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
             GraphLowering.find_nodes_prefer_channels_last = before
 
 
-def mark_lean(pair: Pair, nbytes: int) -> Pair:
-    """The pair, to be written for memory: kernels end where ``nbytes`` are dead."""
-    for gm in (pair.forward, pair.backward):
-        for n in gm.graph.nodes:
-            if n.op == "call_function":
-                n.meta[LEAN] = nbytes
-    return pair
+def mark_lean(gm: GraphModule, nbytes: int, given: Collection[str] = ()) -> GraphModule:
+    """The graph, to be written for memory: kernels end where ``nbytes`` are dead. ``given``: which of its inputs
+    nobody else has, by name."""
+    for n in gm.graph.nodes:
+        if n.op == "call_function" or n.name in given:
+            n.meta[LEAN] = nbytes
+    return gm
 
 
 def _after(gm: GraphModule, found: Collection[Node]) -> set[Node]:
@@ -433,8 +434,8 @@ def _after(gm: GraphModule, found: Collection[Node]) -> set[Node]:
     return more
 
 
-def _dead(scheduler: Any) -> int:
-    """Bytes that could be given back if the kernel that is being written ended."""
+def _dead(scheduler: Any, given: Collection[str]) -> int:
+    """Bytes that could be given back if the kernel that is being written ended. Of the inputs, those ``given``."""
     from torch._inductor.virtualized import V
 
     graph, total = V.graph, 0
@@ -442,8 +443,8 @@ def _dead(scheduler: Any) -> int:
         if name in scheduler.name_to_buf:
             buf = scheduler.name_to_buf[name]
             node = buf.node if buf.can_free() else None
-        else:  # of the caller's tensors nothing is given back
-            node = None if name.startswith(("primals", "tangents")) else graph.graph_inputs.get(name)
+        else:
+            node = graph.graph_inputs.get(name) if name in given else None
         if node is not None and hasattr(node, "get_size"):
             total += int(graph.sizevars.optimization_hint(node.get_numel())) * node.get_dtype().itemsize
     return total

@@ -30,7 +30,7 @@ from tightship.frontends.torch.compiled_collectives import as_ops
 from tightship.frontends.torch.optimizer.copy import Path, bare
 from tightship.frontends.torch.optimizer.given import each, independent
 from tightship.frontends.torch.optimizer.updates import Updater
-from tightship.frontends.torch.program import Program, dtype_of, flat, refs_in, substitute
+from tightship.frontends.torch.program import Program, Ref, dtype_of, flat, refs_in, substitute
 from tightship.graph import Value
 
 __all__ = ["Flat", "NoFormula", "Number", "fixed_settings", "flatten_program", "viewed"]
@@ -199,7 +199,8 @@ class _Flattening:
                 out = as_ops(call.fn)(sent, *args, **kwargs)
                 sent += 1
             else:
-                out = _AS_INDUCTOR.get(str(call.fn), call.fn)(*args, **kwargs)
+                fn = _dropout_mask if self._masks_a_dropout(index) else call.fn
+                out = fn(*args, **kwargs)  # type: ignore[operator]
             for k, (v, t) in enumerate(zip(call.results, flat(out), strict=True)):
                 if v < 0:
                     continue
@@ -210,6 +211,23 @@ class _Flattening:
                     t = _laid_out(t, values[v], t.stride() if compiled is None else compiled[k])
                 held[s] = t
         return [read(v) for v in program.results]
+
+    def _masks_a_dropout(self, index: int) -> bool:
+        """Whether an op draws the mask of a dropout of single elements, which Inductor has from its own uniform
+        numbers. Masks of others (of channels, of paths) it draws as eager does."""
+        call, *after = self.program.calls[index : index + 3]
+        if call.fn is not torch.ops.aten.bernoulli_.float or call.kwargs.get("generator") is not None:
+            return False
+        if [c.fn for c in after] != [torch.ops.aten.div_.Scalar, torch.ops.aten.mul.Tensor]:
+            return False
+        scaled, masked = after
+        made_by = self.program.calls[index - 1].fn
+        if made_by is torch.ops.aten.new_empty.default:  # of channels, which may have one element
+            return False
+        values = self.program.graph.values
+        shapes = [values[a.value].shape for a in masked.args if isinstance(a, Ref)]
+        drawn = call.args if len(call.args) > 1 else (*call.args, 0.5)  # which torch leaves out
+        return scaled.args == drawn and masked.args[-1] == drawn[0] and len({*shapes}) == 1
 
     def _compiled_strides(self, fn: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]] | None:
         """How an op's results lie where it is compiled; None where that is as in eager: of what is contiguous."""
@@ -266,20 +284,9 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, torch.Tensor) or (isinstance(x, (int, float)) and not isinstance(x, bool))
 
 
-def _bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> torch.Tensor:
+def _dropout_mask(x: torch.Tensor, p: float = 0.5, **_: Any) -> torch.Tensor:
     """As Inductor draws for dropout: of the uniform numbers that it has a kernel for."""
-    if generator is not None:
-        raise Unsupported(
-            "a random generator of the caller's in compiled mode", "Inductor draws from torch's own"
-        )
-    return (torch.rand_like(x) > 1 - p).to(x.dtype)
-
-
-_AS_INDUCTOR: Final[dict[str, Callable[..., Any]]] = {
-    "aten.bernoulli_.float": lambda x, p=0.5, **more: x.copy_(_bernoulli(x, p, **more)),
-    "aten.bernoulli.p": _bernoulli,
-}
-"""Ops that it would call and not fuse, by what it draws in their place."""
+    return x.copy_((torch.rand_like(x) > 1 - p).to(x.dtype))
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------

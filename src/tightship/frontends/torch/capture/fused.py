@@ -283,8 +283,7 @@ class Fusing:
         self._check()
         self.late = _late(self.gm, self.results[: self.outputs])
         if self.keep_masks:
-            self.masks, early = masks_of(self.gm, self.late)
-            self.late -= early
+            self._keep_masks(compat_inductor.after_tangents(self.gm))
         self.overwritten = compat_inductor.overwritten(self.gm)
         self.exists = self._existing()
         primals = self._primals()
@@ -308,6 +307,11 @@ class Fusing:
             frozenset(self.exists),
             frozenset(self.late),
         )
+
+    def _keep_masks(self, after: set[Node]) -> None:
+        """Takes `masks_of` into the forward pass. ``after``: what is made of gradients."""
+        self.masks, early = masks_of(self.late, after)
+        self.late -= early
 
     def _check(self) -> None:
         for n in self.calls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from tightship.frontends.builder import trace_line
 from tightship.frontends.torch import compat_compile, compat_inductor
@@ -78,12 +78,11 @@ def place_of(n: Node) -> str:
     return trace_line(n.meta.get("stack_trace") or "") or n.name
 
 
-def masks_of(gm: GraphModule, late: set[Node]) -> tuple[set[Node], set[Node]]:
-    """What the backward pass of a joint graph (``late``) makes elementwise of the forward pass's values alone, and is
-    smaller than they are: where a ReLU's result is positive takes a quarter of it, and can be saved in its place.
-    And the nodes of the backward pass that such masks are made by, they among them. What draws random numbers, or may
-    run once alone, stays where it is."""
-    after = compat_inductor.after_tangents(gm)
+def masks_of(late: set[Node], after: set[Node]) -> tuple[set[Node], set[Node]]:
+    """What a backward pass (``late``) makes elementwise of the forward pass's values alone, and is smaller than they
+    are: where a ReLU's result is positive takes a quarter of it, and can be saved in its place. And the nodes of the
+    backward pass that such masks are made by, they among them. ``after``: what it makes of gradients. What draws
+    random numbers, or may run once alone, stays where it is."""
     masks: set[Node] = set()
     early: set[Node] = set()
     for n in late:

@@ -15,7 +15,13 @@ from torch.fx import GraphModule, Node
 
 from tightship.frontends.torch import compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import Fusing, Writing, with_excess
-from tightship.frontends.torch.capture.fused_nodes import is_pointwise, is_reduction, place_of, tensors_of
+from tightship.frontends.torch.capture.fused_nodes import (
+    is_created,
+    is_pointwise,
+    is_reduction,
+    place_of,
+    tensors_of,
+)
 from tightship.frontends.torch.compat_inductor import is_view
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
@@ -70,10 +76,11 @@ class FusedStep:
         return len(kernels), sum(kernels)
 
 
-def fuse_step(gm: GraphModule, outputs: int, *, name: str = "step") -> FusedStep:
+def fuse_step(gm: GraphModule, outputs: int, *, name: str = "step", masks: bool = False) -> FusedStep:
     """The model of a graph that writes to its inputs at its end. ``outputs``: how many of its results come of the
-    forward pass. Raises as `fuse`."""
-    return _FusingStep(gm, outputs, name).whole()
+    forward pass; ``masks`` as in `fuse`: nothing but the plan says when a step makes one, which Inductor follows in a
+    lean graph alone. Raises as `fuse`."""
+    return _FusingStep(gm, outputs, name, masks).whole()
 
 
 class _FusingStep(Fusing):
@@ -86,6 +93,8 @@ class _FusingStep(Fusing):
         self.last = {c: group[-1] for group in self.together.values() for c in group}
         needed = _ancestors([x for x in self.results[: self.outputs] if isinstance(x, Node)])
         self.late = {n for n in self.calls if n not in needed}
+        if self.keep_masks:
+            self._keep_masks(_of_gradients(self.calls, self.late))
         self.exists = self._existing()
         self._primals()
         for n in self.calls:
@@ -134,6 +143,17 @@ class _FusingStep(Fusing):
             )
         )  # fmt: skip
         self.ops[at] = last
+
+
+def _of_gradients(calls: Sequence[Node], late: set[Node]) -> set[Node]:
+    """The nodes of the backward pass and the update that products or sums in there are among, or lead to. No node
+    says where a loss's gradient begins; until then it is elementwise of the forward pass's values."""
+    found: set[Node] = set()
+    for n in calls:
+        elementwise = is_pointwise(n) or is_view(n) or is_created(n)
+        if n in late and (not elementwise or any(a in found for a in n.all_input_nodes)):
+            found.add(n)
+    return found
 
 
 def _ancestors(nodes: Sequence[Node]) -> set[Node]:
@@ -231,7 +251,7 @@ class _Saving:
 
     def run(self) -> GraphModule:
         late = self.step.late
-        first = [n for n in self.step.gm.graph.nodes if n not in late and n.op != "output"]
+        first = self.forward()
         for n in first:
             self.there[n] = self.copied(n, self.there.__getitem__)
         for n in (n for n in self.step.gm.graph.nodes if n in late):
@@ -247,6 +267,17 @@ class _Saving:
         made = GraphModule(self.step.gm, self.fx)
         made.meta = dict(self.step.gm.meta)
         return made
+
+    def forward(self) -> list[Node]:
+        """The nodes of the forward pass: what stands in the backward pass, such as masks, as soon as it can be
+        computed."""
+        late, when = self.step.late, dict[Node, int]()
+        begun, given = False, len(self.step.gm.graph.find_nodes(op="placeholder"))
+        for k, n in enumerate(self.step.gm.graph.nodes):
+            begun = begun or n in late
+            if n not in late and n.op != "output":
+                when[n] = max((when[a] for a in n.all_input_nodes), default=given) if begun else k
+        return sorted(when, key=lambda n: when[n])
 
     def copied(self, node: Node, read: Callable[[Node], Node]) -> Node:
         if node.op == "call_function" and not is_pointwise(node) and not is_reduction(node):

@@ -1,0 +1,290 @@
+"""Which graph is compiled within a budget: candidates are replayed until none is worth a look.
+
+A part of compiled mode, of whole steps (`compiled_step`) and of the torch.compile backend, whose problem and
+guarantee these are. A candidate is what Inductor is given: a graph, or the graphs of two passes. Where nothing fits,
+the same is done of the graph as it is written for memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from functools import partial
+from typing import Final, Generic, Protocol, TypeVar
+
+from msgspec import structs
+
+from tightship import simulate
+from tightship.errors import BadInput, Infeasible, TightshipError
+from tightship.execute.aiming import (
+    STOCK,
+    Aim,
+    Candidate,
+    Model,
+    fastest,
+    found_or_kept,
+    row_of,
+    source_of,
+    unplanned_of,
+)
+from tightship.execute.cache import KeptPartitions, Partition, Unplanned, plan_of
+from tightship.execute.compiled import StepReplay, place
+from tightship.frontends.torch.compat_inductor import NotLowered, Outdated
+from tightship.plan import Plan
+from tightship.planners import default
+from tightship.units import Budget
+from tightship.verify import check
+
+__all__ = ["LEAN", "CompiledSearch"]
+
+_DEAD: Final = 64
+"""A lean graph's kernels end where the dead bytes are such a part of what the model has beyond the static set."""
+LEAN: Final = (
+    "nothing else fits: the graph is written for memory (kernels end early, gradients of convolutions are computed "
+    "one after the other)"
+)
+"""The note of what is compiled as it is written for memory."""
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class FusedModel(Model, Protocol[T_contra]):
+    """A model of fused code that says what a candidate computes again: how many kernels, and their seconds."""
+
+    def recompute_time(self, made: T_contra, /) -> tuple[int, float]: ...
+
+
+class CompiledSearch(ABC, Generic[T]):
+    """Which of a graph's candidates: lowered and replayed until nothing faster is to be expected within the budget.
+
+    ``within`` is the budget as the user gave it; ``kept`` has what earlier runs have chosen, which counts if this
+    search ``looks``. After `run`, ``unplanned`` is what Inductor's own takes, ``budget`` the most bytes, ``count``
+    how many were lowered, and ``row`` what was chosen as it is kept.
+    """
+
+    shares: tuple[float | None, ...] = (*STOCK, None)
+    """Whose saved sets are looked at beside ours, as `Seeds` has them."""
+    placed = True
+    """Whether what is compiled is placed in an arena."""
+    unplanned: Unplanned
+    row: Partition
+
+    def __init__(
+        self, options: default.Options, within: Budget | None, kept: KeptPartitions, *, looks: bool
+    ) -> None:
+        self.options, self.within_user, self.kept, self.looks = options, within, kept, looks
+        self.budget: int | None = None
+        self.dead = 0  # in a lean graph: bytes for which a kernel ends
+        self.lean_search: CompiledSearch[T] | None = None
+        self.leaned = False  # whether what is chosen is of the lean graph
+        self.count = 0
+        self.notes: list[str] = []
+        self.failed: list[str] = []  # why Inductor failed at candidates
+        self.seen: dict[Hashable, Candidate[T]] = {}
+
+    # --- what a kind of candidates is ---
+
+    @property
+    @abstractmethod
+    def model(self) -> FusedModel[T] | None:
+        """The model of the fused graph; None where there is none, and candidates are Inductor's own alone."""
+
+    @property
+    @abstractmethod
+    def static(self) -> int:
+        """Bytes that are always in use."""
+
+    @abstractmethod
+    def limit(self, unplanned: Unplanned) -> int | None:
+        """The most bytes, of a graph that takes so many as Inductor has it."""
+
+    @abstractmethod
+    def key(self, made: T) -> Hashable:
+        """Equal for candidates that are lowered to the same."""
+
+    @abstractmethod
+    def replay(self, made: T, *, likely: bool) -> StepReplay:
+        """A candidate, lowered. ``likely`` as in `compat_inductor.Lower`. Raises `NotLowered`."""
+
+    @abstractmethod
+    def stock(self, *, likely: bool = True) -> Candidate[T]:
+        """Inductor's own."""
+
+    @abstractmethod
+    def seed(self, share: float | None) -> T | None:
+        """What keeps for the backward pass what Inductor would at an ``activation_memory_budget``; for None, what a
+        checkpoint around each block does, if there are blocks."""
+
+    @abstractmethod
+    def least(self, made: T) -> int:
+        """Bytes that a candidate's peak is not below."""
+
+    @abstractmethod
+    def planned(self, plan: Plan) -> T:
+        """What a plan of the model says."""
+
+    @abstractmethod
+    def of_lean_graph(self) -> CompiledSearch[T]:
+        """The search of the graph as it is written for memory."""
+
+    # --- the search ---
+
+    def run(self) -> Candidate[T]:
+        """The fastest within the budget. Raises ``Infeasible``."""
+        known = self.known()
+        likely = self.within_user is None or not self.within_user.below_unplanned
+        first = self.stock(likely=likely) if known is None else None
+        self.unplanned = known[0] if known is not None else unplanned_of(first)
+        budget = self.budget = self.limit(self.unplanned)
+        row = self.chosen({} if known is None else known[1], budget)
+        if row is not None:
+            self.row = row
+            return self.again(row)
+        best = first = first or self.stock(likely=likely)
+        if budget is not None and first.needed > budget:
+            try:
+                best = found_or_kept(
+                    self.kept, self.unplanned, budget, partial(self.within, budget, first),
+                    self._instead if self.looks else None, self._least_row,
+                )  # fmt: skip
+            except Infeasible as no:
+                raise no.with_advice((*no.advice, *self.failed)) from None
+        self.notes += self.failed
+        self.row = row_of(best, self.count, lean=self.leaned)
+        self.kept.keep(self.unplanned, budget, self.row)
+        return best
+
+    def known(self) -> tuple[Unplanned, Mapping[str, Partition]] | None:
+        """What earlier runs have found: what Inductor's own takes, and what was chosen, by budget."""
+        return self.kept.read() if self.looks else None
+
+    def chosen(self, known: Mapping[str, Partition], budget: int | None) -> Partition | None:
+        """What was chosen before within this budget."""
+        return known.get(str(budget))
+
+    def _instead(self, row: Partition) -> Candidate[T]:
+        """What was found for another budget, where this search has found nothing."""
+        self.leaned = False
+        self.notes[:] = [n for n in self.notes if n != LEAN]
+        return self.again(row)
+
+    def _least_row(self) -> Partition:
+        """The least that was found, of this graph or of the lean one."""
+        searches = [self, *([] if self.lean_search is None else [self.lean_search])]
+        found = [(c.needed, k, c) for k, one in enumerate(searches) for c in one.seen.values()]
+        _, k, least = min(found, key=lambda row: row[:2])
+        return row_of(least, self.count, lean=k > 0)
+
+    def again(self, row: Partition) -> Candidate[T]:
+        """A candidate that was chosen in an earlier run. Raises ``Outdated`` where it is not this graph's."""
+        if row.lean:
+            lean = self.lean()
+            if lean is None:
+                raise Outdated("a partition of another graph")
+            found = lean.again(structs.replace(row, lean=False))
+            self.count = row.lowered
+            return found
+        try:
+            plan = self.plan_of(row)
+            if plan is not None and self.model is not None:
+                check(self.model.graph, plan)
+                made: T | None = self.planned(plan)
+            else:
+                made = self.without_plan(row)
+            if made is None:
+                raise BadInput("a kept choice is Inductor's own, a checkpoint's, or of a plan")
+        except TightshipError as error:
+            raise Outdated(str(error)) from error
+        self.count = row.lowered
+        return Candidate(
+            made, row.source, row.peak, row.needed, None, row.recomputed, row.seconds, row.share, plan
+        )
+
+    def plan_of(self, row: Partition) -> Plan | None:
+        """The plan of what was chosen in an earlier run."""
+        return plan_of(row)
+
+    def without_plan(self, row: Partition) -> T | None:
+        """What was chosen in an earlier run, where no plan says it."""
+        known = row.share is not None or row.source == source_of(None)
+        return self.seed(row.share) if known else None
+
+    def within(self, budget: int, first: Candidate[T]) -> Candidate[T]:
+        """The fastest within the budget; of the lean graph only where there is none. Raises ``Infeasible``."""
+        try:
+            return self.search(budget, first)
+        except Infeasible as error:
+            lean = self.lean()
+            if lean is None:
+                raise
+            reached = error.best_peak
+        lean.unplanned, lean.count = self.unplanned, self.count
+        try:
+            return lean.search(budget, lean.stock())
+        except (Infeasible, NotLowered) as error:
+            best = min(reached, error.best_peak) if isinstance(error, Infeasible) else reached
+            raise Infeasible(budget=budget, lower_bound=self.static, best_peak=best, compiled=True) from None
+        finally:
+            self.count = lean.count
+
+    def lean(self) -> CompiledSearch[T] | None:
+        """The search on the graph as it is written for memory: what is chosen is of it from now on."""
+        if self.model is None:
+            return None
+        lean = self.of_lean_graph()
+        if lean.model is None:
+            return None
+        graph = lean.model.graph
+        beyond = simulate.replay(graph, simulate.baseline(graph)).peak - graph.static_bytes
+        lean.dead = max(beyond // _DEAD, 1)
+        self.notes.append(LEAN)
+        self.leaned, self.lean_search, lean.notes, lean.failed = True, lean, self.notes, self.failed
+        return lean
+
+    def search(self, budget: int, first: Candidate[T]) -> Candidate[T]:
+        """The fastest within the budget of this graph. Raises ``Infeasible``."""
+        model, static = self.model, self.static
+        if model is None:
+            return fastest([first], STOCK, self, budget, static)
+        aim = Aim(model, self.options, self.ours, budget, static, first.workspaces())
+        found = [first, *aim.run()]
+        return fastest(found, self.shares, self, budget, static, aim)
+
+    # --- candidates ---
+
+    def candidate(
+        self,
+        made: T,
+        source: str,
+        *,
+        share: float | None = None,
+        plan: Plan | None = None,
+        likely: bool = True,
+    ) -> Candidate[T]:
+        """``made``, lowered and replayed once. Raises `NotLowered`."""
+        key = self.key(made)
+        if key not in self.seen:
+            try:
+                replay = self.replay(made, likely=likely)
+            except NotLowered as error:
+                self.failed += [] if str(error) in self.failed else [str(error)]
+                raise
+            self.count += 1
+            peak = max(replay.peaks)
+            needed = max(peak, replay.static + place(replay)[1]) if self.placed else peak
+            self.seen[key] = Candidate(made, source, peak, needed, replay, *self.cost(made), share, plan)
+        return self.seen[key]
+
+    def ours(self, plan: Plan) -> Candidate[T]:
+        return self.candidate(self.planned(plan), "tightship", plan=plan)
+
+    def lowered(self, made: T, share: float | None) -> Candidate[T]:
+        return self.candidate(made, source_of(share), share=share)
+
+    def cost(self, made: T) -> tuple[int, float]:
+        """How many kernels run again, and their seconds, modeled."""
+        return (0, 0.0) if self.model is None else self.model.recompute_time(made)
+
+    def seconds(self, made: T) -> float:
+        return self.cost(made)[1]
