@@ -411,12 +411,17 @@ def _checkpoint_nothing(_fn: Any, preserve: bool = True, *_args: Any, **_kwargs:
 
 
 class _CallThrough:
-    """Stands in for the autograd function of reentrant checkpointing: calls what it was to checkpoint."""
+    """Stands in for the autograd function of reentrant checkpointing: calls what it was to checkpoint. As there, no
+    gradient goes into it unless one goes out to an argument, and what comes to an argument inside is added up
+    first."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        with _in_checkpoint(preserve):
-            return function(*args)
+        _checkpoint.check_backward_validity(args)
+        wanted = [isinstance(x, torch.Tensor) and x.requires_grad for x in args]
+        given = [x.view_as(x) if own else x for x, own in zip(args, wanted, strict=True)]
+        with _in_checkpoint(preserve) if any(wanted) else torch.no_grad():
+            return function(*given)
 
 
 @contextmanager
