@@ -7,8 +7,8 @@ import pytest
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
 TOGETHER = (
-    "losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged",
-    "adversaries", "held_elsewhere", "written_between_steps",
+    "losses_that_send", "compressed", "added_up_apart", "trained_by_a_callback", "fewer_batches", "evaluated_by_one",
+    "fitted_by_one", "logged", "adversaries", "held_elsewhere", "written_between_steps",
 )  # fmt: skip
 
 
@@ -19,13 +19,33 @@ def rows() -> Rows:
 
 def test_losses_send_as_their_code_says_it(rows: Rows) -> None:
     for row in rows["losses_that_send"]:
-        refused = row.pop("reduce")
-        assert "torch.distributed.reduce inside of a step is not supported" in refused["text"]
-        assert len(row) == 6
+        refused = row.pop("send")
+        assert "torch.distributed.send inside of a step is not supported" in refused["text"]
+        log = row.pop("log")
+        assert log[:3] == log[3:6]
+        assert log[6:9] == log[9:]
+        assert len(row) == 9
         for name, one in row.items():
             for what, eager in one["eager"].items():
                 assert one["fit"][what] == eager, (name, what)
             as_planned(one["fit"]["measure"])
+
+
+def test_gradients_are_averaged_in_the_type_that_torchs_hooks_send(rows: Rows) -> None:
+    for row in rows["compressed"]:
+        for how in ("plain", "half", "built in"):
+            for what, eager in row[how]["eager"].items():
+                assert row[how]["fit"][what] == eager, (how, what)
+            as_planned(row[how]["fit"]["measure"])
+        for how in ("shard=False", "shard=True"):
+            as_planned(row[how].pop("measure"))
+            assert row[how] == row["eager"]
+        assert row["eager"]["losses"] != row["whole"]  # or nothing was sent in another type
+
+
+def test_no_sync_leaves_each_rank_its_own_gradients(rows: Rows) -> None:
+    for row in rows["added_up_apart"]:
+        assert row["fit"] == row["eager"]
 
 
 def test_callbacks_of_trainers_plan_the_graphs_of_fully_shard_and_say_what_is_not_counted(rows: Rows) -> None:
@@ -54,6 +74,21 @@ def test_a_rank_that_waits_elsewhere_ends_the_steps_of_the_others_within_seconds
     assert evaluating["type"] == ""
     assert "rank 0: waits in a gather of parameters outside of a step (loop_worker.py:" in stepping["text"]
     assert seconds_to_error(stepping) < 5
+
+
+def test_a_rank_that_fits_alone_is_told_of_the_others_within_seconds(rows: Rows) -> None:
+    fitting, stepping = rows["fitted_by_one"]
+    assert "others have ended a step while this rank waited elsewhere" in fitting["step"]["text"]
+    assert "rank 0: waits in tightship.fit (loop_worker.py:" in stepping["step"]["text"]
+    assert "rank 1 waits in torch.distributed.barrier (worker.py:" in fitting["barrier"]["text"]
+    assert seconds_to_error(*(row[how] for row in (fitting, stepping) for how in ("step", "barrier"))) < 5
+    for row in (fitting, stepping):
+        assert row["both"]["type"] == row["again"]["type"] == ""
+
+
+def test_a_rank_whose_step_has_failed_ends_while_the_others_wait_for_it() -> None:
+    (row,) = run("left_alone", worker="loop_worker.py", most=100)["left_alone"]
+    assert row["type"] == "RuntimeError"
 
 
 def test_norms_for_a_log_are_those_of_all_ranks_and_parts_are_said(rows: Rows) -> None:

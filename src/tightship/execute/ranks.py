@@ -46,6 +46,7 @@ __all__ = [
     "Told",
     "check_plans",
     "check_sequences",
+    "in_captured_order",
     "leader_of",
     "read",
     "refusal",
@@ -118,9 +119,9 @@ def together() -> Ranks | None:
         raise BadInput(rule, place="fit")
     if _process.of is not world or (_process.lookout is not None and _process.lookout.left):
         _process.group, _process.of = None, world
-    _process.meetings += 1
-    key = f"tightship/{_process.meetings}"
+    key = f"tightship/{_process.meetings + 1}"
     key = f"{key}/{_met(key)}"
+    _process.meetings += 1
     store = compat_distributed.process_groups_store()
     if _process.group is None:
         group = _process.group = compat_distributed.gloo_group(f"{key}/group", _CONNECTION)
@@ -128,12 +129,15 @@ def together() -> Ranks | None:
         if _process.lookout is not None:
             _process.lookout.end()
         _process.lookout = Lookout(store, key, dist.get_rank(), dist.get_world_size())
+        _process.lookout.meetings = _process.meetings
         ranks = Ranks(group, store, key)
         with ranks.ending_together("meeting"):
             ranks.same("versions (install the same on every rank)", _versions)
             with ranks.sending(writing=False):
                 ranks.measure()
         return ranks
+    if _process.lookout is not None:
+        _process.lookout.meetings = _process.meetings
     return Ranks(_process.group, store, key)
 
 
@@ -143,12 +147,18 @@ def _met(key: str) -> str:
     name, and rank 0 gives it once every rank has answered to the name that was read.
 
     Raises ``BadInput`` if some do not come."""
+    lookout = None if _process.group is None else _process.lookout
     store, rank, size = compat_distributed.process_groups_store(), dist.get_rank(), dist.get_world_size()
-    own, end = uuid4().hex, monotonic() + _ARRIVAL.total_seconds()
+    own, start = uuid4().hex, monotonic()
+    end = start + _ARRIVAL.total_seconds()
     here = [f"{key}/here/{r}" for r in range(size)]
     store.set(here[rank], own)
     name = ""
+    if lookout is not None:
+        lookout.follow()
     while monotonic() < end:
+        if lookout is not None:
+            _look_for_others(lookout, monotonic() - start)
         if rank == 0 and _there(store, here):
             names = [store.get(k).decode() for k in here]
             word = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
@@ -160,10 +170,23 @@ def _met(key: str) -> str:
             if rank == 0 and _there(store, [f"{key}/{name}/here/{r}" for r in range(size)]):
                 store.set(f"{key}/{name}/all", b"1")
             if _there(store, [f"{key}/{name}/all"]):
+                if lookout is not None:
+                    lookout.heard()
                 return name
     missing = [r for r in range(size) if not store.check([f"{key}/{name}/here/{r}" if name else here[r]])]
     rule = f"ranks {missing} did not call fit: all {size} ranks do, in the same order (or independent=True)"
     raise BadInput(rule, place="fit")
+
+
+def _look_for_others(lookout: Lookout, seconds: float) -> None:
+    """Raises ``BadInput`` where others wait for this rank elsewhere than in fit, or have ended a step since it does
+    not come there."""
+    standing = lookout.asked(seconds, "fit")
+    if standing:
+        found = "; ".join(f"rank {r} {text}" for r, text in standing.items())
+        raise BadInput(f"not all ranks call fit: {found}", place="fit")
+    if lookout.left:
+        raise BadInput(f"not all ranks call fit: {_LEFT}", place="fit")
 
 
 def _there(store: Any, keys: list[str]) -> bool:
@@ -309,7 +332,7 @@ class Ranks(NotCopied):
 
     def _noted(self, own: PeerFailed, gone: Sequence[int] = ()) -> PeerFailed:
         """The error that all raise: the first that a rank has noted, which is this one if there was none before."""
-        _process.group = None
+        self._abandon()
         written = json.dumps([own.failures, own.place, own.lost, own.writing, self._begun])
         with suppress(RuntimeError):  # the rank that has the store may be gone
             written = self._store.compare_set(f"{self._key}/failed", "", written).decode()
@@ -369,7 +392,7 @@ class Ranks(NotCopied):
 
     def _lost(self, error: Exception) -> PeerFailed:
         """A connection has ended: because a rank has failed and said so, or has been ended."""
-        _process.group = None
+        self._abandon()
         try:
             if self._store.check([f"{self._key}/failed"]):
                 return self._noted(PeerFailed({}))
@@ -384,6 +407,13 @@ class Ranks(NotCopied):
             if self._begun:
                 _process.unfinished = dist.group.WORLD
             return PeerFailed(failures, self._place, reason, writing=self._writes)
+
+    def _abandon(self) -> None:
+        """The control group is not used any more. Others may never come to what has been begun in it, and a group
+        that is let go of waits for them: this one never is."""
+        if _process.group is not None and self._group is not None:
+            compat_distributed.hold_for_good(self._group)
+        _process.group = None
 
     def _called(self) -> PeerFailed:
         """Whoever does not say soon that it is there has ended. Raises ``RuntimeError`` without a store."""
@@ -558,6 +588,18 @@ def follow(graph: Graph, text: str, limit: int | None) -> Plan:
     )
     check(graph, made)
     return made
+
+
+def in_captured_order(program: Program) -> Program:
+    """The program whose collectives run once, in the order in which its code calls them."""
+    ops, last = list(program.graph.ops), -1
+    for k, call in enumerate(program.calls):
+        if isinstance(call.fn, collectives.Collective):
+            control = ops[k].control if last < 0 else tuple(sorted({*ops[k].control, last}))
+            ops[k], last = replace(ops[k], effect=True, control=control), k
+    note = "ranks run other ops, or have batches of other shapes: what they send goes once, in the order of the code"
+    graph = program.graph.with_ops(tuple(ops))
+    return replace(program, graph=graph, notes=tuple(dict.fromkeys((*program.notes, note))))
 
 
 _SIZELESS: Final = ("compute", "recompute", "free")

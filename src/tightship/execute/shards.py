@@ -341,8 +341,10 @@ class _Averaged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        parts = [share(g, ctx.among.size, own=False) for g in gradients if g is not None]
-        means = iter(reduced(parts, ctx.among.group))
+        given = [g for g in gradients if g is not None]
+        parts = [share(g, ctx.among, own=False) for g in given]
+        rows = zip(given, reduced(parts, ctx.among.group), strict=True)
+        means = iter([mean.to(g.dtype) for g, mean in rows])
         return None, *(None if g is None else next(means) for g in gradients)
 
 
@@ -445,6 +447,7 @@ def shard_model(model: torch.nn.Module, among: Division, whole: Container[int] =
                 continue
             if id(p) not in done:
                 done[id(p)] = shard = Shard(p.shape, p.stride(), among)
+                shard.reduced = among.dtype
                 with torch.no_grad():
                     p.data = shard.part(p.data)
             chosen[name] = done[id(p)]

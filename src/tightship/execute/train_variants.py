@@ -35,6 +35,7 @@ from tightship.execute.ranks import (
     check_plans,
     check_sequences,
     follow,
+    in_captured_order,
     in_one_order,
     leader_of,
     read,
@@ -403,7 +404,8 @@ class TrainVariants(Prepared):
 
     def _in_one_order(self, ranks: Ranks, own: Variant, told: Sequence[Any], ending: Ending) -> Variant:
         """Where batches of other shapes have plans that send in other orders: the plan for the largest is what all
-        ranks do, each on tensors of its own sizes."""
+        ranks do, each on tensors of its own sizes. Where ranks run other ops beside what they send, or that plan does
+        not fit one of them, each plans for itself, and all send once and in the order of their code."""
 
         def plan() -> tuple[int, str]:
             return own.unplanned, "" if own.changes else written(own.program, own.executor.plan)
@@ -413,18 +415,36 @@ class TrainVariants(Prepared):
         if not plans[first][1]:
             check_orders(ranks, told)
 
-        def bound() -> Variant:
+        def followed() -> Plan | None:
             if Told.of(told[ranks.rank]).plan == Told.of(told[first]).plan:
-                return own
-            made = follow(own.program.graph, plans[first][1], self._limit)
-            variant = self._bound(own.captured, own.program, made, self._modes_of(ending), part=ending.part)
-            variant.told = told_of(own.captured, made, own.program)
-            self._variants = [variant, *(v for v in self._variants if v is not own)]
-            self._use(variant)
-            return variant
+                return own.executor.plan
+            try:
+                return follow(own.program.graph, plans[first][1], self._limit)
+            except (Unsupported, Infeasible):
+                return None
 
+        made, could = ranks.agreed("planning in one order", followed, lambda plan: plan is not None)
+
+        def bound() -> Variant:
+            if made is own.executor.plan:
+                return own
+            if made is not None:
+                return self._replanned(own, own.program, made, ending)
+            program = in_captured_order(own.program)
+            return self._replanned(own, program, self._plan_within_budget(program.graph), ending)
+
+        if not all(could):
+            made = None
         variant, now = ranks.agreed("verifying the plan and reserving memory", bound, lambda v: v.told)
         check_orders(ranks, now)
+        return variant
+
+    def _replanned(self, own: Variant, program: Program, plan: Plan, ending: Ending) -> Variant:
+        """The variant in the place of one of the same ops."""
+        variant = self._bound(own.captured, program, plan, self._modes_of(ending), part=ending.part)
+        variant.told = told_of(own.captured, plan, program)
+        self._variants = [variant, *(v for v in self._variants if v is not own)]
+        self._use(variant)
         return variant
 
     def _moved(self, captured: Program, found: Choice) -> Moved | None:

@@ -210,15 +210,16 @@ class StepCapture(Capture):
                         list(homes.values()).count(homes[n]) == 1 and not tape.storages[homes[n]].role
                     )
                     known = len(records)
-                    parts.append(share(gradients[n], among.size, own=owned[-1]))
+                    parts.append(share(gradients[n], among, own=owned[-1]))
                     recorded(last.get(homes[n], -1), known)
                 known = len(records)
-                means = reduced(parts, among.group)
-                recorded(max(last.get(homes[n], -1) for n in names), known)
-                for n, own, mean in zip(names, owned, means, strict=True):
+                for n, own, mean in zip(names, owned, reduced(parts, among.group), strict=True):
+                    if mean.dtype != gradients[n].dtype:
+                        mean = gradients[n].copy_(mean) if own else mean.to(gradients[n].dtype)
                     if not own:
                         gradients[n] = self._given.parameters[n].grad = mean
                         self._name_gradient(n, mean)
+                recorded(max(last.get(homes[n], -1) for n in names), known)
         records[:] = [
             *behind.get(-1, ()),
             *(x for k, r in enumerate(records) for x in (r, *behind.get(k, ()))),
