@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn import functional as differentiable
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -270,6 +271,49 @@ def written_between_steps() -> Any:
                     layers[0].weight.add_(layers[0].weight.abs().mean())
                 losses += [float(loss_of(m, b)), float(whole_sum(layers[1].weight))]
         rows[how] = losses
+    return rows
+
+
+class Writes(torch.nn.Module):
+    """Code that writes to parameters in its forward pass: in place, by a view, by other data, in an op."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.layer = how, torch.nn.Linear(WIDTH, 7)
+        self.words = torch.nn.Embedding(8, 7, max_norm=1.0 if how == "op" else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layer.weight
+        if self.how == "in place":
+            with torch.no_grad():
+                self.layer.weight.clamp_(-0.1, 0.1)
+        elif self.how == "view":
+            weight.data[0].clamp_(-0.1, 0.1)
+        elif self.how == "data":
+            weight.data = weight.data.clamp(-0.1, 0.1)
+        elif self.how == "listed":
+            for p in self.layer.parameters():
+                p.data = p.data.clamp(-0.1, 0.1)
+        return self.layer(x) + self.words(torch.arange(len(x)) % 8)
+
+
+def written_in_steps() -> Any:
+    rows: dict[str, Any] = {}
+    for how in ("in place", "view", "data", "listed", "op"):
+
+        def fitted(m: Any, **options: Any) -> None:
+            tightship.fit(m, loss_of, adamw(m), batches(1)[0], "100%", **options)
+
+        shard = {"parallel": tightship.DataParallel(shard=True)}
+        rows[how] = [
+            caught(lambda fitted=fitted, how=how, shard=shard: fitted(Writes(how), **shard)),
+            caught(lambda fitted=fitted, how=how: fitted(fully_shard(Writes(how)))),
+        ]
+    for how in ("in place", "op"):
+        rows[f"{how}, whole"] = both(
+            lambda how=how: Writes(how), loss_of, batches(3), wrap=DistributedDataParallel, budget="100%"
+        )
     return rows
 
 

@@ -7,7 +7,8 @@ import pytest
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
 TOGETHER = (
-    "losses_that_send", "compressed", "added_up_apart", "trained_by_a_callback", "fewer_batches", "evaluated_by_one",
+    "losses_that_send", "written_in_steps",
+    "compressed", "added_up_apart", "trained_by_a_callback", "fewer_batches", "evaluated_by_one",
     "fitted_by_one", "logged", "adversaries", "held_elsewhere", "written_between_steps",
 )  # fmt: skip
 
@@ -109,6 +110,17 @@ def test_a_part_that_code_has_from_elsewhere_is_not_taken_for_the_parameter(rows
     for row in rows["held_elsewhere"]:
         assert "the parameter 'scale' in the code of a step, read otherwise" in row["list"]["text"]
         assert row["attribute"]["type"] == ""
+
+
+def test_what_a_step_would_write_to_copies_of_parameters_is_refused(rows: Rows) -> None:
+    for row in rows["written_in_steps"]:
+        for how in ("in place", "view", "data", "listed", "op"):
+            shard, fully = row[how]
+            assert "which writes to a parameter of which each rank has a part" in shard["text"], how
+            # what torch's own gathers have is lost in eager, too, and read by nobody else
+            assert fully["type"] == ("" if how in ("op", "view") else "Unsupported"), how
+        for how in ("in place, whole", "op, whole"):
+            assert {k: row[how]["fit"][k] for k in row[how]["eager"]} == row[how]["eager"]
 
 
 def test_what_code_writes_to_a_modules_parameters_between_steps_is_written(rows: Rows) -> None:

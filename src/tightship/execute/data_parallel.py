@@ -25,6 +25,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
     Part,
     Placed,
+    Shard,
     average_reads,
     read_once,
     say_parts,
@@ -397,6 +398,11 @@ class Replicas(NotCopied):
         if any(one.divided for one in shards.values()):
             say_parts(model)
         return shards
+
+    @property
+    def whole_in_eager(self) -> bool:
+        """Whether ranks have parts of what a model like this one has whole in eager."""
+        return any(isinstance(one, Shard) and not one.by_torch for one in self.shards.values())
 
     @property
     def apart(self) -> bool:

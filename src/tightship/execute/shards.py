@@ -66,6 +66,10 @@ class Gathering:
     def reading(self, once: bool) -> None:
         self._read = {} if once else None
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is what this step has read."""
+        return any(t is tensor for t in (self._read or {}).values())
+
     @staticmethod
     def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
         """The parameters of parts, by one message."""
@@ -140,7 +144,7 @@ class Shard(Part):
         placed: Placed | None = None,
     ) -> None:  # fmt: skip
         self.among, self.spec, self.placed = among, spec, placed
-        self._by_torch = spec is not None
+        self.by_torch = spec is not None
         self._listed: dict[tuple[bool, int], Any] = {}
         self.stride: tuple[int, ...]
         self.gathered = torch.Size(shape)
@@ -182,7 +186,7 @@ class Shard(Part):
 
     def listed(self, part: torch.Tensor) -> Any:
         """``fully_shard`` leaves DTensors, whose gradients add up before those of what is gathered come to them."""
-        if not self._by_torch:
+        if not self.by_torch:
             return self.read(part)
         key = torch.is_grad_enabled(), id(part)
         if key not in self._listed:
@@ -191,7 +195,7 @@ class Shard(Part):
         return self._listed[key]
 
     def between(self, part: torch.Tensor) -> Any:
-        if self._by_torch:  # as eager has it
+        if self.by_torch:  # as eager has it
             return self.distributed(part.detach())
         whole = self.read(part).as_subclass(WrittenThrough)
         whole.base, whole.to = whole, (self, part)
@@ -200,6 +204,9 @@ class Shard(Part):
     def reading(self, once: bool) -> None:
         super().reading(once)
         self._listed = {}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return super().has(tensor) or any(t is tensor for t in self._listed.values())
 
     def is_part(self, t: Any) -> bool:
         return isinstance(t, torch.Tensor) and t.shape == self.padded and not hasattr(t, "full_tensor")
@@ -379,7 +386,10 @@ def read_once(shards: Iterable[Gathering], parts: Parts | None = None) -> Iterat
     for one in shards:
         one.reading(True)
     try:
-        with _listed_as_read() if shards else nullcontext(), NoParts(parts) if parts else nullcontext():
+        with (
+            _listed_as_read() if shards else nullcontext(),
+            NoParts(parts, shards) if parts else nullcontext(),
+        ):
             reading.active = True
             yield
     finally:

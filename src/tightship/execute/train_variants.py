@@ -228,17 +228,21 @@ class TrainVariants(Prepared):
             averaged = () if self._replicas is None else self._replicas.averaged
             among = None if self._replicas is None else self._replicas.among
             add_up = None if self._replicas is None else self._replicas.add_up
-            repeats = self.ranks is not None
             return Ending(
-                whole.names, whole, clip, averaged=averaged, among=among, add_up=add_up, repeats=repeats
-            )  # fmt: skip
+                whole.names, whole, clip, averaged=averaged, among=among, add_up=add_up, **self._of_ranks()
+            )
         updates = self._updates_if_any()
         if updates is not None and not self._split and (self._in_parts or self.loop.clips):
             wanted = updates.names
         else:
             wanted = tuple(n for n, p in self._owned.parameters if p.requires_grad)
         held = {n: g for n, g in held.items() if n in wanted}
-        return Ending(wanted, updates, leaves=True, held=held, repeats=self.ranks is not None)
+        return Ending(wanted, updates, leaves=True, held=held, **self._of_ranks())
+
+    def _of_ranks(self) -> dict[str, Any]:
+        """What of an `Ending` follows from other ranks."""
+        whole = self._replicas is not None and self._replicas.whole_in_eager
+        return {"repeats": self.ranks is not None, "whole": whole}
 
     def _updates_if_any(self) -> Updates | SeveralUpdates | None:
         """None without an optimizer, and where a split step's cannot be planned, which is noted once."""
