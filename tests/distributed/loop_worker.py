@@ -323,6 +323,56 @@ def whole_sum(t: torch.Tensor) -> torch.Tensor:
     return made
 
 
+# --- code that does something else in later steps ---
+
+
+class Branches(torch.nn.Module):
+    """Which ops follow a parameter that has been read depends on the step, alike on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.steps = 0
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, 7)
+        )
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.steps += 1
+        x = self.layers[:2](x)
+        if self.steps % 3 == 2:
+            x = x * self.scale.mean()
+        if self.steps > 3:
+            with torch.no_grad():
+                shift = self.scale.sum()
+            x = x - shift
+        return self.layers[2](x) + self.scale[:7]
+
+
+def other_branches() -> Any:
+    """``Branches`` counts calls, those in which ``fit`` looks at the code among them, which it puts back."""
+    given = batches(6)
+    alike = [tuple(t.clone() for t in b) for b in given]
+    for t in (t for b in alike for t in b):
+        dist.broadcast(t, 0)
+
+    def columns(m: Any) -> Any:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return parallelize_module(m, mesh, {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()})
+
+    rows: dict[str, Any] = {
+        "DDP": both(Branches, loss_of, given, wrap=DistributedDataParallel, budget="100%"),
+        "fully_shard": both(Branches, loss_of, given, wrap=fully_shard, budget="100%"),
+        "columns": both(Branches, loss_of, alike, wrap=columns, budget="100%"),
+    }
+    m = Branches()
+    how = tightship.DataParallel(shard=True)
+    step = tightship.fit(m, loss_of, adamw(m), given[0], "100%", parallel=how)
+    rows["shard"] = [step(b).item() for b in given]
+    return rows
+
+
 # --- two models ---
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
 TOGETHER = (
-    "losses_that_send", "written_in_steps",
+    "losses_that_send", "written_in_steps", "other_branches",
     "compressed", "added_up_apart", "trained_by_a_callback", "fewer_batches", "evaluated_by_one",
     "fitted_by_one", "logged", "adversaries", "held_elsewhere", "written_between_steps",
 )  # fmt: skip
@@ -110,6 +110,14 @@ def test_a_part_that_code_has_from_elsewhere_is_not_taken_for_the_parameter(rows
     for row in rows["held_elsewhere"]:
         assert "the parameter 'scale' in the code of a step, read otherwise" in row["list"]["text"]
         assert row["attribute"]["type"] == ""
+
+
+def test_other_branches_behind_parameters_that_were_read_are_planned_anew(rows: Rows) -> None:
+    for row in rows["other_branches"]:
+        for how in ("DDP", "fully_shard", "columns"):
+            assert {k: row[how]["fit"][k] for k in row[how]["eager"]} == row[how]["eager"], how
+            as_planned(row[how]["fit"]["measure"])
+        assert row["shard"] == row["DDP"]["eager"]["losses"]
 
 
 def test_what_a_step_would_write_to_copies_of_parameters_is_refused(rows: Rows) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.execute.parts_in_hand import NoParts, Parts, WrittenThrough, reading, telling_parameters
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat_capture, compat_distributed
 from tightship.frontends.torch.collectives import (
     Division,
     gathered,
@@ -407,6 +407,9 @@ def _listed_as_read() -> Iterator[None]:
     def named(
         module: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
+        if compat_capture.lists_as_they_lie():
+            yield from known(module, prefix, recurse, remove_duplicate)
+            return
         seen: set[int] = set()
         inside = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
         for path, one in inside if recurse else [(prefix, module)]:

@@ -390,6 +390,29 @@ def without_saving_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
+class _Listed:
+    """Whether who asks a model for its parameters is capture, and not the code of a step."""
+
+    for_capture = False
+
+
+_listed = _Listed()
+
+
+@contextmanager
+def listed_as_they_lie() -> Iterator[None]:
+    """Inside, models list their parameters as they lie, whatever the code of a step is given."""
+    before, _listed.for_capture = _listed.for_capture, True
+    try:
+        yield
+    finally:
+        _listed.for_capture = before
+
+
+def lists_as_they_lie() -> bool:
+    return _listed.for_capture
+
+
 def draws_anew() -> bool:
     """Whether code runs in a checkpoint that in eager draws other random numbers when it recomputes."""
     return _drawing_anew.get()
