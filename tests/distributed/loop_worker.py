@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn import functional as differentiable
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch_worker import Own, Tied, both, row, sharded, word_loss, words
@@ -370,6 +371,40 @@ def other_branches() -> Any:
     how = tightship.DataParallel(shard=True)
     step = tightship.fit(m, loss_of, adamw(m), given[0], "100%", parallel=how)
     rows["shard"] = [step(b).item() for b in given]
+    return rows
+
+
+# --- parameters that code puts into a model, and those that it finds behind a forward pass ---
+
+
+def adapted(m: Any, batch: Any) -> torch.Tensor:
+    """One step of gradient descent inside of the loss, as meta-learning has it."""
+    parameters, (x, y) = dict(m.named_parameters()), batch
+    inner = F.mse_loss(functional_call(m, parameters, (x[:9],)), y[:9])
+    gradients = torch.autograd.grad(inner, [*parameters.values()], create_graph=True)
+    rows = zip(parameters.items(), gradients, strict=True)
+    return F.mse_loss(functional_call(m, {n: p - 0.1 * g for (n, p), g in rows}, (x[9:],)), y[9:])
+
+
+def penalized_behind(m: Any, batch: Any) -> torch.Tensor:
+    loss = loss_of(m, batch)
+    return loss + 1e-3 * sum(p.abs().sum() for p in m.parameters())  # type: ignore[no-any-return]
+
+
+def put_and_found() -> Any:
+    rows: dict[str, Any] = {}
+    for shard in (False, True):
+        m = Branches().layers
+        o = torch.optim.SGD(m.parameters(), 0.3)
+        how = tightship.DataParallel(shard=shard)
+        step = tightship.fit(m, adapted, o, batches()[0], "100%", parallel=how)
+        losses = [step(b).item() for b in batches()]
+        rows[f"shard={shard}"] = [losses, digest(step.state_dict(full=True)["model"].values())]
+    m = fully_shard(Branches().layers)
+    rows["fully_shard"] = caught(lambda: tightship.fit(m, adapted, adamw(m), batches()[0], "100%"))
+    rows["behind"] = both(
+        lambda: Branches().layers, penalized_behind, batches(3), wrap=fully_shard, budget="100%"
+    )
     return rows
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
 TOGETHER = (
-    "losses_that_send", "written_in_steps", "other_branches",
+    "losses_that_send", "written_in_steps", "other_branches", "put_and_found",
     "compressed", "added_up_apart", "trained_by_a_callback", "fewer_batches", "evaluated_by_one",
     "fitted_by_one", "logged", "adversaries", "held_elsewhere", "written_between_steps",
 )  # fmt: skip
@@ -118,6 +118,13 @@ def test_other_branches_behind_parameters_that_were_read_are_planned_anew(rows: 
             assert {k: row[how]["fit"][k] for k in row[how]["eager"]} == row[how]["eager"], how
             as_planned(row[how]["fit"]["measure"])
         assert row["shard"] == row["DDP"]["eager"]["losses"]
+
+
+def test_what_code_puts_into_the_place_of_parts_is_read_as_it_is(rows: Rows) -> None:
+    for row in rows["put_and_found"]:
+        assert row["shard=True"] == row["shard=False"]
+        assert "a DTensor in the place of a parameter" in row["fully_shard"]["text"]
+        assert {k: row["behind"]["fit"][k] for k in row["behind"]["eager"]} == row["behind"]["eager"]
 
 
 def test_what_a_step_would_write_to_copies_of_parameters_is_refused(rows: Rows) -> None:

@@ -95,6 +95,13 @@ class Part(Gathering):
     divided: tuple[str, ...]
     """The groups, by name, whose ranks have different ones, those of them that follow from others' parts last."""
 
+    def read(self, part: torch.Tensor) -> torch.Tensor:
+        return super().read(part) if self.is_part(part) else self.given(part)
+
+    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a module reads of a tensor that code has put into the place of a part (``functional_call``)."""
+        return tensor
+
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """All parts, which every rank gives."""
         raise NotImplementedError
@@ -138,6 +145,8 @@ class Shard(Part):
     dtype: torch.dtype | None = None
     """That it is gathered in, and ``reduced``: that its gradient is averaged in; None: as it is, and as it comes."""
     reduced: torch.dtype | None = None
+    stays: bool = False
+    """Whether ``fully_shard`` leaves it gathered behind the forward pass."""
 
     def __init__(
         self, shape: torch.Size, stride: tuple[int, ...], among: Division, spec: Any = None,
@@ -152,6 +161,15 @@ class Shard(Part):
         self.rows = -(-shape[0] // among.size)
         self.padded = torch.Size((self.rows, *shape[1:]))
         self.divided = (among.group, *(placed.divided if placed else ()))
+
+    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+        if compat_distributed.is_distributed(type(tensor)):
+            raise Unsupported(
+                "a DTensor in the place of a parameter that fully_shard has sharded (torch.func.functional_call)",
+                "its gradient would not be averaged over ranks",
+                "call the model itself, or give fit the plain model and parallel=tightship.DataParallel(shard=True)",
+            )  # fmt: skip
+        return tensor
 
     @property
     def own(self) -> int:
@@ -185,8 +203,10 @@ class Shard(Part):
         )
 
     def listed(self, part: torch.Tensor) -> Any:
-        """``fully_shard`` leaves DTensors, whose gradients add up before those of what is gathered come to them."""
-        if not self.by_torch:
+        """``fully_shard`` leaves DTensors, whose gradients add up before those of what is gathered come to them, or,
+        behind the forward pass, what has been gathered."""
+        known = self._read or {}
+        if not self.by_torch or (self.stays and any(number == id(part) for _, number in known)):
             return self.read(part)
         key = torch.is_grad_enabled(), id(part)
         if key not in self._listed:
@@ -482,7 +502,7 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
         spec = p.device_mesh, tuple(p.placements)
         placed = None if row.within is None else Placed(row.within)
         shard = Shard(row.gathered, p.stride(), Division(*row.among), spec, placed)
-        shard.dtype, shard.reduced = row.dtype, row.reduced
+        shard.dtype, shard.reduced, shard.stays = row.dtype, row.reduced, row.stays
         parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
         done[id(part)] = shard
         for module, name in row.places:

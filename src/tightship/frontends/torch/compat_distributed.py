@@ -347,6 +347,7 @@ class FullySharded(NamedTuple):
     reduced: (
         torch.dtype | None
     )  # that its gradient is averaged in, where that is another one than it comes in
+    stays: bool  # gathered from the forward to the backward pass
 
 
 def _fully_shard_states(model: torch.nn.Module) -> list[tuple[tuple[torch.nn.Module, ...], Any]]:
@@ -414,7 +415,8 @@ def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
     rows = []
     for modules, state in _fully_shard_states(model):
         modules[0].reshard()  # type: ignore[operator]
-        for one in (p for group in state._fsdp_param_groups for p in group.fsdp_params):
+        root = model in modules and state._auto_reshard_after_forward  # known when it has run
+        for group, one in ((g, p) for g in state._fsdp_param_groups for p in g.fsdp_params):
             info = one._module_info
             places = [(info.module, info.param_name)]
             places += zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -425,7 +427,7 @@ def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
             rows.append(
                 FullySharded(
                     one.sharded_param, one._orig_size, among, within, part, tuple(places), one.param_dtype,
-                    one.reduce_dtype,
+                    one.reduce_dtype, bool(root) or group.post_forward_mesh_info is None,
                 )
             )  # fmt: skip
     return rows
