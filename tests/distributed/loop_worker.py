@@ -299,8 +299,26 @@ class Writes(torch.nn.Module):
         return self.layer(x) + self.words(torch.arange(len(x)) % 8)
 
 
+class Moves(torch.nn.Module):
+    """Moves an average of weights in its forward pass, which ``fully_shard`` forgets with what it has gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.average = torch.nn.Linear(WIDTH, 7), torch.nn.Linear(WIDTH, 7).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            for p, q in zip(self.layer.parameters(), self.average.parameters(), strict=True):
+                q.mul_(0.9).add_(p, alpha=0.1)
+            goal = self.average(x)
+        return self.layer(x) + goal
+
+
 def written_in_steps() -> Any:
     rows: dict[str, Any] = {}
+    for wrap in (DistributedDataParallel, fully_shard):
+        rows[f"moves, {wrap.__name__}"] = both(Moves, loss_of, batches(3), wrap=wrap, budget="100%")
     for how in ("in place", "view", "data", "listed", "op"):
 
         def fitted(m: Any, **options: Any) -> None:

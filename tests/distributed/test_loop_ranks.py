@@ -134,7 +134,7 @@ def test_what_a_step_would_write_to_copies_of_parameters_is_refused(rows: Rows) 
             assert "which writes to a parameter of which each rank has a part" in shard["text"], how
             # what torch's own gathers have is lost in eager, too, and read by nobody else
             assert fully["type"] == ("" if how in ("op", "view") else "Unsupported"), how
-        for how in ("in place, whole", "op, whole"):
+        for how in ("in place, whole", "op, whole", "moves, DistributedDataParallel", "moves, fully_shard"):
             assert {k: row[how]["fit"][k] for k in row[how]["eager"]} == row[how]["eager"]
 
 

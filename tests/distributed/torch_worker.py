@@ -559,6 +559,10 @@ def refused() -> Any:
     }
     whole, m = tightship.DataParallel(), sharded(model())
     rows["parallel"] = caught(lambda: tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=whole))
+    scripted, shards = torch.nn.Sequential(torch.jit.script(model()[0])), tightship.DataParallel(shard=True)
+    rows["scripted"] = caught(
+        lambda: tightship.fit(scripted, loss_of, adamw(scripted), batches()[0], parallel=shards)
+    )
     rows["bare"] = caught(lambda: tightship.fit(model(), loss_of, bare, batches()[0], parallel=whole))
     taken = DistributedDataParallel(model())
     tightship.fit(taken, loss_of, adamw(taken), batches()[0])

@@ -272,6 +272,18 @@ def _check(
     if parallel is not None and parallel.shard:
         _check_elementwise(model, optimizer)
         _check_unhooked(model)
+        _check_readable(model)
+
+
+def _check_readable(model: torch.nn.Module) -> None:
+    """Raises ``Unsupported`` for code that reads parameters by itself, and would read parts."""
+    for n, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters(recurse=False)):
+            raise Unsupported(
+                f"the TorchScript module {n!r} with sharded parameters",
+                "its code reads them where no attribute is asked for",
+                "leave out torch.jit.script, or give all ranks whole parameters: DataParallel(shard=False)",
+            )
 
 
 def _check_unhooked(model: torch.nn.Module) -> None:

@@ -146,7 +146,8 @@ class Shard(Part):
     """That it is gathered in, and ``reduced``: that its gradient is averaged in; None: as it is, and as it comes."""
     reduced: torch.dtype | None = None
     stays: bool = False
-    """Whether ``fully_shard`` leaves it gathered behind the forward pass."""
+    """Whether ``fully_shard`` leaves it gathered behind the forward pass, and whether it is while any module runs."""
+    outermost: bool = False
 
     def __init__(
         self, shape: torch.Size, stride: tuple[int, ...], among: Division, spec: Any = None,
@@ -204,9 +205,9 @@ class Shard(Part):
 
     def listed(self, part: torch.Tensor) -> Any:
         """``fully_shard`` leaves DTensors, whose gradients add up before those of what is gathered come to them, or,
-        behind the forward pass, what has been gathered."""
-        known = self._read or {}
-        if not self.by_torch or (self.stays and any(number == id(part) for _, number in known)):
+        in the forward pass and behind it, what has been gathered."""
+        ran = any(number == id(part) for _, number in self._read or ())
+        if not self.by_torch or (self.stays and ran) or (self.outermost and compat_capture.in_a_module()):
             return self.read(part)
         key = torch.is_grad_enabled(), id(part)
         if key not in self._listed:
@@ -502,7 +503,8 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
         spec = p.device_mesh, tuple(p.placements)
         placed = None if row.within is None else Placed(row.within)
         shard = Shard(row.gathered, p.stride(), Division(*row.among), spec, placed)
-        shard.dtype, shard.reduced, shard.stays = row.dtype, row.reduced, row.stays
+        shard.dtype, shard.reduced = row.dtype, row.reduced
+        shard.stays, shard.outermost = row.stays, row.outermost
         parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
         done[id(part)] = shard
         for module, name in row.places:

@@ -348,6 +348,7 @@ class FullySharded(NamedTuple):
         torch.dtype | None
     )  # that its gradient is averaged in, where that is another one than it comes in
     stays: bool  # gathered from the forward to the backward pass
+    outermost: bool  # of the model itself: gathered while any of its modules runs
 
 
 def _fully_shard_states(model: torch.nn.Module) -> list[tuple[tuple[torch.nn.Module, ...], Any]]:
@@ -427,7 +428,7 @@ def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
             rows.append(
                 FullySharded(
                     one.sharded_param, one._orig_size, among, within, part, tuple(places), one.param_dtype,
-                    one.reduce_dtype, bool(root) or group.post_forward_mesh_info is None,
+                    one.reduce_dtype, bool(root) or group.post_forward_mesh_info is None, model in modules,
                 )
             )  # fmt: skip
     return rows
