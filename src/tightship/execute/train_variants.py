@@ -12,6 +12,22 @@ import torch
 
 from tightship import simulate
 from tightship.errors import Enough, Infeasible, Unsupported
+from tightship.execute.agreement import (
+    Given,
+    Moved,
+    Told,
+    check_orders,
+    check_plans,
+    check_sequences,
+    follow,
+    in_captured_order,
+    in_one_order,
+    leader_of,
+    read,
+    refusal,
+    told_of,
+    written,
+)
 from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel, Replicas
 from tightship.execute.parts import (
@@ -26,23 +42,7 @@ from tightship.execute.prepared import (
     Variant,
     within_unplanned,
 )
-from tightship.execute.ranks import (
-    Given,
-    Moved,
-    Ranks,
-    Told,
-    check_orders,
-    check_plans,
-    check_sequences,
-    follow,
-    in_captured_order,
-    in_one_order,
-    leader_of,
-    read,
-    refusal,
-    told_of,
-    written,
-)
+from tightship.execute.ranks import Ranks
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
 from tightship.frontends.torch import compat_distributed
