@@ -6,10 +6,12 @@ import pytest
 
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
+OF_STEPS = (
+    "losses_that_send", "written_in_steps", "other_branches", "put_and_found", "compressed", "added_up_apart",
+)  # fmt: skip
 TOGETHER = (
-    "losses_that_send", "written_in_steps", "other_branches", "put_and_found",
-    "compressed", "added_up_apart", "trained_by_a_callback", "fewer_batches", "evaluated_by_one",
-    "fitted_by_one", "logged", "adversaries", "held_elsewhere", "written_between_steps",
+    "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged", "adversaries",
+    "held_elsewhere", "written_between_steps",
 )  # fmt: skip
 
 
@@ -18,8 +20,14 @@ def rows() -> Rows:
     return run(*TOGETHER, worker="loop_worker.py")
 
 
-def test_losses_send_as_their_code_says_it(rows: Rows) -> None:
-    for row in rows["losses_that_send"]:
+@pytest.fixture(scope="module")
+def steps() -> Rows:
+    """Of what the code of steps does."""
+    return run(*OF_STEPS, worker="loop_worker.py")
+
+
+def test_losses_send_as_their_code_says_it(steps: Rows) -> None:
+    for row in steps["losses_that_send"]:
         refused = row.pop("send")
         assert "torch.distributed.send inside of a step is not supported" in refused["text"]
         log = row.pop("log")
@@ -32,8 +40,8 @@ def test_losses_send_as_their_code_says_it(rows: Rows) -> None:
             as_planned(one["fit"]["measure"])
 
 
-def test_gradients_are_averaged_in_the_type_that_torchs_hooks_send(rows: Rows) -> None:
-    for row in rows["compressed"]:
+def test_gradients_are_averaged_in_the_type_that_torchs_hooks_send(steps: Rows) -> None:
+    for row in steps["compressed"]:
         for how in ("plain", "half", "built in"):
             for what, eager in row[how]["eager"].items():
                 assert row[how]["fit"][what] == eager, (how, what)
@@ -44,8 +52,8 @@ def test_gradients_are_averaged_in_the_type_that_torchs_hooks_send(rows: Rows) -
         assert row["eager"]["losses"] != row["whole"]  # or nothing was sent in another type
 
 
-def test_no_sync_leaves_each_rank_its_own_gradients(rows: Rows) -> None:
-    for row in rows["added_up_apart"]:
+def test_no_sync_leaves_each_rank_its_own_gradients(steps: Rows) -> None:
+    for row in steps["added_up_apart"]:
         assert row["fit"] == row["eager"]
 
 
@@ -77,8 +85,8 @@ def test_a_rank_that_waits_elsewhere_ends_the_steps_of_the_others_within_seconds
     assert seconds_to_error(stepping) < 5
 
 
-def test_a_rank_that_fits_alone_is_told_of_the_others_within_seconds(rows: Rows) -> None:
-    fitting, stepping = rows["fitted_by_one"]
+def test_a_rank_that_fits_alone_is_told_of_the_others_within_seconds() -> None:
+    fitting, stepping = run("fitted_by_one", worker="loop_worker.py")["fitted_by_one"]
     assert "others have ended a step while this rank waited elsewhere" in fitting["step"]["text"]
     assert "rank 0: waits in tightship.fit (loop_worker.py:" in stepping["step"]["text"]
     assert "rank 1 waits in torch.distributed.barrier (worker.py:" in fitting["barrier"]["text"]
@@ -112,23 +120,23 @@ def test_a_part_that_code_has_from_elsewhere_is_not_taken_for_the_parameter(rows
         assert row["attribute"]["type"] == ""
 
 
-def test_other_branches_behind_parameters_that_were_read_are_planned_anew(rows: Rows) -> None:
-    for row in rows["other_branches"]:
+def test_other_branches_behind_parameters_that_were_read_are_planned_anew(steps: Rows) -> None:
+    for row in steps["other_branches"]:
         for how in ("DDP", "fully_shard", "columns"):
             assert {k: row[how]["fit"][k] for k in row[how]["eager"]} == row[how]["eager"], how
             as_planned(row[how]["fit"]["measure"])
         assert row["shard"] == row["DDP"]["eager"]["losses"]
 
 
-def test_what_code_puts_into_the_place_of_parts_is_read_as_it_is(rows: Rows) -> None:
-    for row in rows["put_and_found"]:
+def test_what_code_puts_into_the_place_of_parts_is_read_as_it_is(steps: Rows) -> None:
+    for row in steps["put_and_found"]:
         assert row["shard=True"] == row["shard=False"]
         assert "a DTensor in the place of a parameter" in row["fully_shard"]["text"]
         assert {k: row["behind"]["fit"][k] for k in row["behind"]["eager"]} == row["behind"]["eager"]
 
 
-def test_what_a_step_would_write_to_copies_of_parameters_is_refused(rows: Rows) -> None:
-    for row in rows["written_in_steps"]:
+def test_what_a_step_would_write_to_copies_of_parameters_is_refused(steps: Rows) -> None:
+    for row in steps["written_in_steps"]:
         for how in ("in place", "view", "data", "listed", "op"):
             shard, fully = row[how]
             assert "which writes to a parameter of which each rank has a part" in shard["text"], how
