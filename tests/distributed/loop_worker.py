@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn import functional as differentiable
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch_worker import Own, Tied, both, row, sharded, word_loss, words
@@ -80,23 +85,126 @@ def reduced(m: Any, batch: Any) -> torch.Tensor:
     return F.mse_loss(x, batch[1]) * len(x) / count + mean.pow(2).sum()
 
 
+def to_and_from_one(m: Any, batch: Any) -> torch.Tensor:
+    """What only one rank is to have: a sum, and what all have; and what it has for all."""
+    x, size, first = m(batch[0]), dist.get_world_size(), dist.get_rank() == 0
+    total, parts = x.detach().mean(0), x.new_empty(size, 7)
+    dist.reduce(total, 0)
+    rows = [torch.empty_like(batch[1][0]) for _ in range(size)]
+    dist.gather(batch[1][0], rows if first else None, 0)
+    given = [total / size, *rows[1:]] if first else None
+    dist.scatter(parts[0], given, 0)
+    sent = differentiable.reduce(x.mean(0), 1)
+    return F.mse_loss(x, batch[1]) + (x - parts[0]).pow(2).mean() + sent.pow(2).sum() * dist.get_rank()
+
+
+def logged_by_one(m: Any, batch: Any) -> torch.Tensor:
+    """What only the first rank reads of what all send."""
+    loss = loss_of(m, batch)
+    rows = [loss.new_empty(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, loss.detach()[None])
+    total = loss.detach().clone()
+    dist.reduce(total, 0)
+    if dist.get_rank() == 0:
+        _LOG.append((torch.cat(rows), total / len(rows)))
+    return loss
+
+
+_LOG: list[Any] = []
+
+
 def losses_that_send() -> Any:
     rows = {}
-    for loss in (differentiably, by_a_function, in_place, reduced):
-        for wrap in (DistributedDataParallel, sharded)[: 1 + (loss in (differentiably, in_place))]:
+    for loss in (differentiably, by_a_function, in_place, reduced, to_and_from_one, logged_by_one):
+        for wrap in (DistributedDataParallel, sharded)[
+            : 1 + (loss in (differentiably, in_place, logged_by_one))
+        ]:
             rows[f"{loss.__name__} {wrap.__name__}"] = both(
                 model, loss, batches(3), wrap=wrap, budget="static+70%"
             )
 
+    rows["log"] = [[t.tolist() for t in row] for row in _LOG]  # type: ignore[assignment]
+
     def to_one(m: Any, batch: Any) -> torch.Tensor:
         loss = loss_of(m, batch)
-        dist.reduce(loss.detach().clone(), 0)
+        dist.send(loss.detach(), 1 - dist.get_rank())
         return loss
 
     m = DistributedDataParallel(model())
     given = batches()[0]
     optimizer = torch.optim.SGD(m.parameters(), 0.1)
-    rows["reduce"] = caught(lambda: tightship.fit(m, to_one, optimizer, given, "100%"))
+    rows["send"] = caught(lambda: tightship.fit(m, to_one, optimizer, given, "100%"))
+    return rows
+
+
+# --- gradients that are sent in another type ---
+
+
+def compressed() -> Any:
+    """By torch's hooks, as they are taken over, and by plain models."""
+
+    def hooked(m: Any, hook: Any) -> Any:
+        m = DistributedDataParallel(m)
+        if callable(hook):
+            m.register_comm_hook(None, hook)
+        else:
+            m._register_builtin_comm_hook(hook)
+        return m
+
+    hooks = {
+        "plain": default_hooks.allreduce_hook,
+        "half": default_hooks.fp16_compress_hook,
+        "built in": dist.BuiltinCommHookType.FP16_COMPRESS,
+    }
+    rows: dict[str, Any] = {
+        n: both(model, loss_of, batches(3), wrap=lambda m, hook=hook: hooked(m, hook))
+        for n, hook in hooks.items()
+    }
+    for shard in (False, True):
+        m = model()
+        how = tightship.DataParallel(shard=shard, reduce_dtype=torch.float16)
+        step = tightship.fit(m, loss_of, adamw(m), batches()[0], "static+60%", parallel=how)
+        losses = [step(b).item() for b in batches()]
+        whole = step.state_dict(full=True)["model"]
+        parameters = digest(whole[n] for n, _ in model().named_parameters())
+        rows[f"shard={shard}"] = {"losses": losses, "parameters": parameters, "measure": step.measure()}
+    m = hooked(model(), hooks["half"])
+    o = adamw(m)
+    losses = []
+    for b in batches():
+        o.zero_grad()
+        loss = loss_of(m, b)
+        loss.backward()
+        o.step()
+        losses.append(loss.item())
+    rows["eager"] = {"losses": losses, "parameters": digest(m.parameters())}
+    m = model()
+    step = tightship.fit(m, loss_of, adamw(m), batches()[0], "100%", parallel=tightship.DataParallel())
+    rows["whole"] = [step(b).item() for b in batches()]
+    return rows
+
+
+# --- gradients that each rank adds up by itself ---
+
+
+def added_up_apart() -> Any:
+    """Two batches in ``no_sync`` and one outside of it for each update, with a look at gradients and buffers."""
+    rows = {}
+    for planned in (False, True):
+        m = DistributedDataParallel(model())
+        o, given, seen = adamw(m), batches(6), []
+        step = tightship.fit(m, loss_of, o, given[0], "100%", split=True) if planned else None
+        for k, b in enumerate(given):
+            last = k % 3 == 2
+            with nullcontext() if last else m.no_sync():
+                loss = loss_of(m, b) if step is None else step.backward(b)
+                if step is None:
+                    loss.backward()
+            seen += [loss.item(), digest(p.grad for p in m.parameters()), digest(m.buffers())]
+            if last:
+                (o.step if step is None else step.update)()
+                o.zero_grad()
+        rows["fit" if planned else "eager"] = [*seen, digest(m.parameters())]
     return rows
 
 
@@ -167,10 +275,155 @@ def written_between_steps() -> Any:
     return rows
 
 
+class Writes(torch.nn.Module):
+    """Code that writes to parameters in its forward pass: in place, by a view, by other data, in an op."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.layer = how, torch.nn.Linear(WIDTH, 7)
+        self.words = torch.nn.Embedding(8, 7, max_norm=1.0 if how == "op" else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layer.weight
+        if self.how == "in place":
+            with torch.no_grad():
+                self.layer.weight.clamp_(-0.1, 0.1)
+        elif self.how == "view":
+            weight.data[0].clamp_(-0.1, 0.1)
+        elif self.how == "data":
+            weight.data = weight.data.clamp(-0.1, 0.1)
+        elif self.how == "listed":
+            for p in self.layer.parameters():
+                p.data = p.data.clamp(-0.1, 0.1)
+        return self.layer(x) + self.words(torch.arange(len(x)) % 8)
+
+
+class Moves(torch.nn.Module):
+    """Moves an average of weights in its forward pass, which ``fully_shard`` forgets with what it has gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.average = torch.nn.Linear(WIDTH, 7), torch.nn.Linear(WIDTH, 7).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            for p, q in zip(self.layer.parameters(), self.average.parameters(), strict=True):
+                q.mul_(0.9).add_(p, alpha=0.1)
+            goal = self.average(x)
+        return self.layer(x) + goal
+
+
+def written_in_steps() -> Any:
+    rows: dict[str, Any] = {}
+    for wrap in (DistributedDataParallel, fully_shard):
+        rows[f"moves, {wrap.__name__}"] = both(Moves, loss_of, batches(3), wrap=wrap, budget="100%")
+    for how in ("in place", "view", "data", "listed", "op"):
+
+        def fitted(m: Any, **options: Any) -> None:
+            tightship.fit(m, loss_of, adamw(m), batches(1)[0], "100%", **options)
+
+        shard = {"parallel": tightship.DataParallel(shard=True)}
+        rows[how] = [
+            caught(lambda fitted=fitted, how=how, shard=shard: fitted(Writes(how), **shard)),
+            caught(lambda fitted=fitted, how=how: fitted(fully_shard(Writes(how)))),
+        ]
+    for how in ("in place", "op"):
+        rows[f"{how}, whole"] = both(
+            lambda how=how: Writes(how), loss_of, batches(3), wrap=DistributedDataParallel, budget="100%"
+        )
+    return rows
+
+
 def whole_sum(t: torch.Tensor) -> torch.Tensor:
     total: Any = t.sum()
     made: torch.Tensor = total.full_tensor() if hasattr(total, "full_tensor") else total
     return made
+
+
+# --- code that does something else in later steps ---
+
+
+class Branches(torch.nn.Module):
+    """Which ops follow a parameter that has been read depends on the step, alike on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.steps = 0
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, 7)
+        )
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.steps += 1
+        x = self.layers[:2](x)
+        if self.steps % 3 == 2:
+            x = x * self.scale.mean()
+        if self.steps > 3:
+            with torch.no_grad():
+                shift = self.scale.sum()
+            x = x - shift
+        return self.layers[2](x) + self.scale[:7]
+
+
+def other_branches() -> Any:
+    """``Branches`` counts calls, those in which ``fit`` looks at the code among them, which it puts back."""
+    given = batches(6)
+    alike = [tuple(t.clone() for t in b) for b in given]
+    for t in (t for b in alike for t in b):
+        dist.broadcast(t, 0)
+
+    def columns(m: Any) -> Any:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return parallelize_module(m, mesh, {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()})
+
+    rows: dict[str, Any] = {
+        "DDP": both(Branches, loss_of, given, wrap=DistributedDataParallel, budget="100%"),
+        "fully_shard": both(Branches, loss_of, given, wrap=fully_shard, budget="100%"),
+        "columns": both(Branches, loss_of, alike, wrap=columns, budget="100%"),
+    }
+    m = Branches()
+    how = tightship.DataParallel(shard=True)
+    step = tightship.fit(m, loss_of, adamw(m), given[0], "100%", parallel=how)
+    rows["shard"] = [step(b).item() for b in given]
+    return rows
+
+
+# --- parameters that code puts into a model, and those that it finds behind a forward pass ---
+
+
+def adapted(m: Any, batch: Any) -> torch.Tensor:
+    """One step of gradient descent inside of the loss, as meta-learning has it."""
+    parameters, (x, y) = dict(m.named_parameters()), batch
+    inner = F.mse_loss(functional_call(m, parameters, (x[:9],)), y[:9])
+    gradients = torch.autograd.grad(inner, [*parameters.values()], create_graph=True)
+    rows = zip(parameters.items(), gradients, strict=True)
+    return F.mse_loss(functional_call(m, {n: p - 0.1 * g for (n, p), g in rows}, (x[9:],)), y[9:])
+
+
+def penalized_behind(m: Any, batch: Any) -> torch.Tensor:
+    loss = loss_of(m, batch)
+    return loss + 1e-3 * sum(p.abs().sum() for p in m.parameters())  # type: ignore[no-any-return]
+
+
+def put_and_found() -> Any:
+    rows: dict[str, Any] = {}
+    for shard in (False, True):
+        m = Branches().layers
+        o = torch.optim.SGD(m.parameters(), 0.3)
+        how = tightship.DataParallel(shard=shard)
+        step = tightship.fit(m, adapted, o, batches()[0], "100%", parallel=how)
+        losses = [step(b).item() for b in batches()]
+        rows[f"shard={shard}"] = [losses, digest(step.state_dict(full=True)["model"].values())]
+    m = fully_shard(Branches().layers)
+    rows["fully_shard"] = caught(lambda: tightship.fit(m, adapted, adamw(m), batches()[0], "100%"))
+    rows["behind"] = both(
+        lambda: Branches().layers, penalized_behind, batches(3), wrap=fully_shard, budget="100%"
+    )
+    return rows
 
 
 # --- two models ---
@@ -250,6 +503,39 @@ def evaluated_by_one() -> Any:
     if dist.get_rank():
         evaluated()
     return error
+
+
+def fitted_by_one() -> Any:
+    """A second model that one rank alone fits, while the other is in a step, or in a barrier; then both go on."""
+    m, given = DistributedDataParallel(model()), batches(3)
+    o = adamw(m)
+    step = tightship.fit(m, loss_of, o, given[0], "100%")
+    step(given[0])
+
+    def fitted() -> Any:
+        second = model()
+        how = tightship.DataParallel()
+        return tightship.fit(second, loss_of, adamw(second), given[0], "100%", parallel=how)
+
+    first = dist.get_rank() == 0
+    rows = {"step": caught(fitted if first else lambda: step(given[1]))}
+    rows["both"] = caught(lambda: fitted()(given[1]))
+    rows["barrier"] = caught(fitted if first else dist.barrier)
+    if first:
+        dist.barrier()
+    rows["again"] = caught(lambda: fitted()(given[2]))
+    return rows
+
+
+def left_alone() -> Any:
+    """A rank whose step fails ends by itself, while the other waits for it to put parameters together."""
+    m, given = model(), batches(1)[0]
+    step = tightship.fit(m, loss_of, adamw(m), given, "100%", parallel=tightship.DataParallel(shard=True))
+    step(given)
+    if dist.get_rank() == 0:
+        return caught(lambda: [t.full_tensor() for t in m.state_dict().values() if hasattr(t, "full_tensor")])
+    caught(lambda: step(given))
+    sys.exit(0)
 
 
 # --- norms for a log ---

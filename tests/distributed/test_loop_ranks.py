@@ -6,9 +6,12 @@ import pytest
 
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
+OF_STEPS = (
+    "losses_that_send", "written_in_steps", "other_branches", "put_and_found", "compressed", "added_up_apart",
+)  # fmt: skip
 TOGETHER = (
-    "losses_that_send", "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged",
-    "adversaries", "held_elsewhere", "written_between_steps",
+    "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged", "adversaries",
+    "held_elsewhere", "written_between_steps",
 )  # fmt: skip
 
 
@@ -17,15 +20,41 @@ def rows() -> Rows:
     return run(*TOGETHER, worker="loop_worker.py")
 
 
-def test_losses_send_as_their_code_says_it(rows: Rows) -> None:
-    for row in rows["losses_that_send"]:
-        refused = row.pop("reduce")
-        assert "torch.distributed.reduce inside of a step is not supported" in refused["text"]
-        assert len(row) == 6
+@pytest.fixture(scope="module")
+def steps() -> Rows:
+    """Of what the code of steps does."""
+    return run(*OF_STEPS, worker="loop_worker.py")
+
+
+def test_losses_send_as_their_code_says_it(steps: Rows) -> None:
+    for row in steps["losses_that_send"]:
+        refused = row.pop("send")
+        assert "torch.distributed.send inside of a step is not supported" in refused["text"]
+        log = row.pop("log")
+        assert log[:3] == log[3:6]
+        assert log[6:9] == log[9:]
+        assert len(row) == 9
         for name, one in row.items():
             for what, eager in one["eager"].items():
                 assert one["fit"][what] == eager, (name, what)
             as_planned(one["fit"]["measure"])
+
+
+def test_gradients_are_averaged_in_the_type_that_torchs_hooks_send(steps: Rows) -> None:
+    for row in steps["compressed"]:
+        for how in ("plain", "half", "built in"):
+            for what, eager in row[how]["eager"].items():
+                assert row[how]["fit"][what] == eager, (how, what)
+            as_planned(row[how]["fit"]["measure"])
+        for how in ("shard=False", "shard=True"):
+            as_planned(row[how].pop("measure"))
+            assert row[how] == row["eager"]
+        assert row["eager"]["losses"] != row["whole"]  # or nothing was sent in another type
+
+
+def test_no_sync_leaves_each_rank_its_own_gradients(steps: Rows) -> None:
+    for row in steps["added_up_apart"]:
+        assert row["fit"] == row["eager"]
 
 
 def test_callbacks_of_trainers_plan_the_graphs_of_fully_shard_and_say_what_is_not_counted(rows: Rows) -> None:
@@ -56,6 +85,21 @@ def test_a_rank_that_waits_elsewhere_ends_the_steps_of_the_others_within_seconds
     assert seconds_to_error(stepping) < 5
 
 
+def test_a_rank_that_fits_alone_is_told_of_the_others_within_seconds() -> None:
+    fitting, stepping = run("fitted_by_one", worker="loop_worker.py")["fitted_by_one"]
+    assert "others have ended a step while this rank waited elsewhere" in fitting["step"]["text"]
+    assert "rank 0: waits in tightship.fit (loop_worker.py:" in stepping["step"]["text"]
+    assert "rank 1 waits in torch.distributed.barrier (worker.py:" in fitting["barrier"]["text"]
+    assert seconds_to_error(*(row[how] for row in (fitting, stepping) for how in ("step", "barrier"))) < 5
+    for row in (fitting, stepping):
+        assert row["both"]["type"] == row["again"]["type"] == ""
+
+
+def test_a_rank_whose_step_has_failed_ends_while_the_others_wait_for_it() -> None:
+    (row,) = run("left_alone", worker="loop_worker.py", most=100)["left_alone"]
+    assert row["type"] == "RuntimeError"
+
+
 def test_norms_for_a_log_are_those_of_all_ranks_and_parts_are_said(rows: Rows) -> None:
     for row in rows["logged"]:
         for how in ("sharded", "placed"):
@@ -74,6 +118,32 @@ def test_a_part_that_code_has_from_elsewhere_is_not_taken_for_the_parameter(rows
     for row in rows["held_elsewhere"]:
         assert "the parameter 'scale' in the code of a step, read otherwise" in row["list"]["text"]
         assert row["attribute"]["type"] == ""
+
+
+def test_other_branches_behind_parameters_that_were_read_are_planned_anew(steps: Rows) -> None:
+    for row in steps["other_branches"]:
+        for how in ("DDP", "fully_shard", "columns"):
+            assert {k: row[how]["fit"][k] for k in row[how]["eager"]} == row[how]["eager"], how
+            as_planned(row[how]["fit"]["measure"])
+        assert row["shard"] == row["DDP"]["eager"]["losses"]
+
+
+def test_what_code_puts_into_the_place_of_parts_is_read_as_it_is(steps: Rows) -> None:
+    for row in steps["put_and_found"]:
+        assert row["shard=True"] == row["shard=False"]
+        assert "a DTensor in the place of a parameter" in row["fully_shard"]["text"]
+        assert {k: row["behind"]["fit"][k] for k in row["behind"]["eager"]} == row["behind"]["eager"]
+
+
+def test_what_a_step_would_write_to_copies_of_parameters_is_refused(steps: Rows) -> None:
+    for row in steps["written_in_steps"]:
+        for how in ("in place", "view", "data", "listed", "op"):
+            shard, fully = row[how]
+            assert "which writes to a parameter of which each rank has a part" in shard["text"], how
+            # what torch's own gathers have is lost in eager, too, and read by nobody else
+            assert fully["type"] == ("" if how in ("op", "view") else "Unsupported"), how
+        for how in ("in place, whole", "op, whole", "moves, DistributedDataParallel", "moves, fully_shard"):
+            assert {k: row[how]["fit"][k] for k in row[how]["eager"]} == row[how]["eager"]
 
 
 def test_what_code_writes_to_a_modules_parameters_between_steps_is_written(rows: Rows) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from support.ranks import Rows, as_planned, run
 from tightship.errors import PeerFailed
-from tightship.execute.ranks import Told, check_sequences, told_groups
+from tightship.execute.agreement import Told, check_sequences, told_groups
 
 RANKS = 4
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+import tightship
 from support.ranks import Rows, as_planned, run, seconds_to_error
+from tightship.errors import BadInput
 from tightship.frontends.torch.collectives import messages
 
 TOGETHER = (
@@ -74,6 +79,12 @@ def test_steps_that_run_in_eager_for_once_average_gradients_on_all_ranks_or_none
 def test_a_copy_of_a_model_in_shards_is_read_as_what_it_is(rows: Rows) -> None:
     for row in rows["taught"]:
         assert row["found"] == row["expected"]
+
+
+@pytest.mark.parametrize("given", [torch.int32, "half"])
+def test_gradients_are_averaged_in_a_floating_point_type(given: Any) -> None:
+    with pytest.raises(BadInput, match="reduce_dtype= is a floating-point type"):
+        tightship.DataParallel(reduce_dtype=given)
 
 
 def test_messages_are_neighbors_of_one_kind_within_the_bytes_given() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed import checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -536,8 +537,8 @@ def refused() -> Any:
     recurrent = torch.nn.Sequential(torch.nn.LSTM(WIDTH, WIDTH))
     hooked = DistributedDataParallel(model())
     hooked.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    built_in, custom, unused = DistributedDataParallel(model()), sharded(model()), sharded(model())
-    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    power, custom, unused = DistributedDataParallel(model()), sharded(model()), sharded(model())
+    power.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     custom[0].set_custom_reduce_scatter(type("Own", (DefaultReduceScatter,), {"__module__": __name__})())
     unused.set_reduce_scatter_unused_params(True)
     bare = type("Bare", (torch.optim.Optimizer,), {"__init__": lambda *_: None, "param_groups": []})()
@@ -549,7 +550,7 @@ def refused() -> Any:
         "partly": partly,
         "recurrent": fully_shard(recurrent, mesh=mesh),
         "comm_hook": hooked,
-        "built_in": built_in,
+        "power": power,
         "custom": custom,
         "unused": unused,
     }
@@ -558,6 +559,10 @@ def refused() -> Any:
     }
     whole, m = tightship.DataParallel(), sharded(model())
     rows["parallel"] = caught(lambda: tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=whole))
+    scripted, shards = torch.nn.Sequential(torch.jit.script(model()[0])), tightship.DataParallel(shard=True)
+    rows["scripted"] = caught(
+        lambda: tightship.fit(scripted, loss_of, adamw(scripted), batches()[0], parallel=shards)
+    )
     rows["bare"] = caught(lambda: tightship.fit(model(), loss_of, bare, batches()[0], parallel=whole))
     taken = DistributedDataParallel(model())
     tightship.fit(taken, loss_of, adamw(taken), batches()[0])

@@ -476,6 +476,31 @@ def test_checkpoints_that_are_reentrant():
     return Loop(model, loss_fn, sgd(model))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@identical()
+def test_a_reentrant_checkpoint_of_inputs_without_a_gradient():
+    """Eager leaves the layers in it without one, and only warns."""
+    model = mlp(dropout=0.3)
+
+    def loss_fn(model, batch):
+        hidden = checkpoint(model[:2], batch[0], use_reentrant=True)
+        return cross_entropy(model[2:](hidden), batch[1])
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@identical()
+def test_an_input_that_a_reentrant_checkpoint_and_its_surroundings_read_several_times():
+    model = mlp()
+
+    def loss_fn(model, batch):
+        hidden = model[0](batch[0])
+        out = checkpoint(lambda x: x * x.sigmoid() + x.tanh(), hidden, use_reentrant=True)
+        return cross_entropy(model[1:](out + hidden * 0.3 + hidden.cos()), batch[1])
+
+    return Loop(model, loss_fn, sgd(model))
+
+
 @identical()
 def test_a_checkpoint_of_code_with_a_number():
     model, held = mlp(), SimpleNamespace(scale=1.0)

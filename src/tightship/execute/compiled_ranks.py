@@ -14,9 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from tightship.errors import Infeasible
+from tightship.execute.agreement import Told, check_orders, check_plans, leader_of, refusal, told_of
 from tightship.execute.cache import Partition, Unplanned
 from tightship.execute.prepared import Variant
-from tightship.execute.ranks import Ranks, Told, check_orders, check_plans, leader_of, refusal, told_of
+from tightship.execute.ranks import Ranks
 from tightship.execute.train_step import TrainStep
 from tightship.files import from_json, to_json
 from tightship.frontends.torch.capture.flat import NoFormula

@@ -25,6 +25,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
     Part,
     Placed,
+    Shard,
     average_reads,
     read_once,
     say_parts,
@@ -72,13 +73,15 @@ class DataParallel:
     message takes its bytes once more while it is sent, and its gradients wait for one another. None: an eighth of all
     parameters, at least the largest, at most 25 MiB; 0: each by itself, which takes least memory and longest.
     ``group``: the process group of the ranks that train together; None: all. Ranks of other groups train a model of
-    the same shapes among themselves, and call each step at the same time.
+    the same shapes among themselves, and call each step at the same time. ``reduce_dtype``: the floating-point type
+    that gradients are sent and averaged in, such as ``torch.float16``; None: their own.
     """
 
     shard: bool = False
     buffers: bool = True
     bucket: int | None = None
     group: Any = field(default=None, repr=False, compare=False)
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.bucket is not None and (isinstance(self.bucket, bool) or not isinstance(self.bucket, int)):
@@ -88,6 +91,15 @@ class DataParallel:
         if self.group is not None and not isinstance(self.group, torch.distributed.ProcessGroup):
             rule = "group= is a process group that this rank is in (torch.distributed.new_group), or None"
             raise BadInput(rule, type(self.group).__name__, "DataParallel")
+        given = self.reduce_dtype
+        if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+            rule = "reduce_dtype= is a floating-point type, such as torch.float16, or None"
+            raise BadInput(rule, given, "DataParallel")
+
+    @property
+    def among(self) -> Division:
+        """Among whom, and in which type, gradients are averaged."""
+        return Division.of(self.group, self.reduce_dtype)
 
 
 @dataclass(frozen=True)
@@ -188,10 +200,13 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
     if options := compat_distributed.own_ddp_options(ddp):
         raise Unsupported(
             f"a model in DistributedDataParallel with {', '.join(options)}",
-            "fit averages gradients itself, in their own type",
-            "leave that out, or give fit its .module and parallel=tightship.DataParallel()",
+            "fit averages gradients itself",
+            "leave that out (hooks that average in another type are taken over), or give fit its .module and "
+            "parallel=tightship.DataParallel()",
         )  # fmt: skip
+    hooks = compat_distributed.type_that_hook_sends(ddp)
     how = parallel or DataParallel(buffers=ddp.broadcast_buffers)
+    how = replace(how, reduce_dtype=how.reduce_dtype or hooks)
     return ddp.module, replace(how, group=how.group or ddp.process_group)
 
 
@@ -203,6 +218,9 @@ def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> 
         raise BadInput(
             "the mesh of fully_shard says which ranks train together: leave group out", place="fit"
         )
+    if parallel is not None and parallel.reduce_dtype is not None:
+        rule = "the policy of fully_shard (MixedPrecisionPolicy) has a reduce_dtype of its own: leave it out here"
+        raise BadInput(rule, parallel.reduce_dtype, "fit(parallel=…)")
     instead = "leave that out, or give fit the plain model and parallel=tightship.DataParallel(shard=True)"
     if trained := compat_distributed.left_out(model):
         raise Unsupported(
@@ -254,6 +272,18 @@ def _check(
     if parallel is not None and parallel.shard:
         _check_elementwise(model, optimizer)
         _check_unhooked(model)
+        _check_readable(model)
+
+
+def _check_readable(model: torch.nn.Module) -> None:
+    """Raises ``Unsupported`` for code that reads parameters by itself, and would read parts."""
+    for n, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters(recurse=False)):
+            raise Unsupported(
+                f"the TorchScript module {n!r} with sharded parameters",
+                "its code reads them where no attribute is asked for",
+                "leave out torch.jit.script, or give all ranks whole parameters: DataParallel(shard=False)",
+            )
 
 
 def _check_unhooked(model: torch.nn.Module) -> None:
@@ -311,7 +341,7 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     if how is None or how.shard:
         _check_elementwise(module, optimizer)
         _check_unhooked(module)
-    done, among = shards_of(module), Division.of(None if how is None else how.group)
+    done, among = shards_of(module), (how or DataParallel()).among
     if isinstance(how, _TensorParallel):
         done = done or take_over_placed(module, optimizer)
         shard_optimizer(optimizer, done)
@@ -341,7 +371,7 @@ class Replicas(NotCopied):
     """The DistributedDataParallel that the model was given in, which evaluates."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
-        self.model, self.parallel, self.among = model, parallel, Division.of(parallel.group)
+        self.model, self.parallel, self.among = model, parallel, parallel.among
         self.notes: tuple[str, ...] = ()
         ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
         with ranks.sending(writing=True):
@@ -380,6 +410,16 @@ class Replicas(NotCopied):
         if any(one.divided for one in shards.values()):
             say_parts(model)
         return shards
+
+    @property
+    def whole_in_eager(self) -> bool:
+        """Whether ranks have parts of what a model like this one has whole in eager."""
+        return any(isinstance(one, Shard) and not one.by_torch for one in self.shards.values())
+
+    @property
+    def apart(self) -> bool:
+        """Whether the caller is in ``no_sync()`` of the model's DistributedDataParallel."""
+        return self.ddp is not None and not self.ddp.require_backward_grad_sync
 
     def synchronize(self) -> None:
         """Buffers are those of rank 0."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat_capture
+from tightship.frontends.torch.capture.parts_written import refused
 from tightship.frontends.torch.program import tensors_in
 
 __all__ = ["NoParts", "PartOfGradient", "Parts", "WrittenThrough", "reading", "telling_parameters"]
@@ -44,20 +45,25 @@ class Reading:
 reading = Reading()
 
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
 Parts = Mapping[int, tuple[str, weakref.ref[torch.Tensor]]]
 """Names of parameters of which ranks have parts, and these, by id."""
 
 
 class NoParts(TorchFunctionMode):
     """Refuses what the code of a step computes of parts that it has from elsewhere than an attribute of a module or
-    ``parameters()``: they may be taken for whole parameters without an error, where shapes broadcast."""
+    ``parameters()``: they may be taken for whole parameters without an error, where shapes broadcast. And other
+    data for what was ``gathered`` of them, a copy."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, gathered: Sequence[Any] = ()) -> None:
         super().__init__()
-        self._parts = parts
+        self._parts, self._gathered = parts, gathered
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not reading.own:
+            if func == _SET_DATA and any(one.has(args[0]) for one in self._gathered):
+                raise refused("data set")
             found = (self._parts.get(id(t)) for t in tensors_in((args, kwargs)))
             part = next((row for row in found if row is not None and row[1]() is not None), None)
             if part is not None:

@@ -13,47 +13,23 @@ import hashlib
 import json
 import platform
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from time import monotonic, perf_counter, sleep
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 import torch
 from torch import distributed as dist
 
-from tightship.analysis.bounds import lower_bound
-from tightship.errors import BadInput, Enough, Infeasible, PeerFailed, TightshipError, Unsupported
+from tightship.errors import BadInput, PeerFailed, TightshipError
 from tightship.execute.standstill import Lookout
 from tightship.frontends.torch import collectives, compat_distributed
-from tightship.frontends.torch.program import Program, Ref
-from tightship.graph import Graph, Request
-from tightship.plan import Plan
-from tightship.planners.layout import lay_out
-from tightship.planners.run import decision_plan
 from tightship.process_local import NotCopied
-from tightship.serde import dumps_graph, dumps_plan, loads_graph, loads_plan
-from tightship.simulate import replay
-from tightship.verify import check
 
-__all__ = [
-    "Given",
-    "Moved",
-    "Ranks",
-    "Told",
-    "check_plans",
-    "check_sequences",
-    "leader_of",
-    "read",
-    "refusal",
-    "together",
-    "told_groups",
-    "told_of",
-    "written",
-]
+__all__ = ["Ranks", "marked", "together"]
 
 T = TypeVar("T")
 
@@ -118,9 +94,9 @@ def together() -> Ranks | None:
         raise BadInput(rule, place="fit")
     if _process.of is not world or (_process.lookout is not None and _process.lookout.left):
         _process.group, _process.of = None, world
-    _process.meetings += 1
-    key = f"tightship/{_process.meetings}"
+    key = f"tightship/{_process.meetings + 1}"
     key = f"{key}/{_met(key)}"
+    _process.meetings += 1
     store = compat_distributed.process_groups_store()
     if _process.group is None:
         group = _process.group = compat_distributed.gloo_group(f"{key}/group", _CONNECTION)
@@ -128,12 +104,15 @@ def together() -> Ranks | None:
         if _process.lookout is not None:
             _process.lookout.end()
         _process.lookout = Lookout(store, key, dist.get_rank(), dist.get_world_size())
+        _process.lookout.meetings = _process.meetings
         ranks = Ranks(group, store, key)
         with ranks.ending_together("meeting"):
             ranks.same("versions (install the same on every rank)", _versions)
             with ranks.sending(writing=False):
                 ranks.measure()
         return ranks
+    if _process.lookout is not None:
+        _process.lookout.meetings = _process.meetings
     return Ranks(_process.group, store, key)
 
 
@@ -143,12 +122,18 @@ def _met(key: str) -> str:
     name, and rank 0 gives it once every rank has answered to the name that was read.
 
     Raises ``BadInput`` if some do not come."""
+    lookout = None if _process.group is None else _process.lookout
     store, rank, size = compat_distributed.process_groups_store(), dist.get_rank(), dist.get_world_size()
-    own, end = uuid4().hex, monotonic() + _ARRIVAL.total_seconds()
+    own, start = uuid4().hex, monotonic()
+    end = start + _ARRIVAL.total_seconds()
     here = [f"{key}/here/{r}" for r in range(size)]
     store.set(here[rank], own)
     name = ""
+    if lookout is not None:
+        lookout.follow()
     while monotonic() < end:
+        if lookout is not None:
+            _look_for_others(lookout, monotonic() - start)
         if rank == 0 and _there(store, here):
             names = [store.get(k).decode() for k in here]
             word = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
@@ -160,10 +145,23 @@ def _met(key: str) -> str:
             if rank == 0 and _there(store, [f"{key}/{name}/here/{r}" for r in range(size)]):
                 store.set(f"{key}/{name}/all", b"1")
             if _there(store, [f"{key}/{name}/all"]):
+                if lookout is not None:
+                    lookout.heard()
                 return name
     missing = [r for r in range(size) if not store.check([f"{key}/{name}/here/{r}" if name else here[r]])]
     rule = f"ranks {missing} did not call fit: all {size} ranks do, in the same order (or independent=True)"
     raise BadInput(rule, place="fit")
+
+
+def _look_for_others(lookout: Lookout, seconds: float) -> None:
+    """Raises ``BadInput`` where others wait for this rank elsewhere than in fit, or have ended a step since it does
+    not come there."""
+    standing = lookout.asked(seconds, "fit")
+    if standing:
+        found = "; ".join(f"rank {r} {text}" for r, text in standing.items())
+        raise BadInput(f"not all ranks call fit: {found}", place="fit")
+    if lookout.left:
+        raise BadInput(f"not all ranks call fit: {_LEFT}", place="fit")
 
 
 def _there(store: Any, keys: list[str]) -> bool:
@@ -250,8 +248,8 @@ class Ranks(NotCopied):
             return [said for _, said in rows], None
         alike = len(failures) == self.size and len(set(failures.values())) == 1
         if error is not None and (alike or not isinstance(error, Exception)):
-            return [], _marked(error)
-        return [], _marked(PeerFailed(failures, rows[min(failures)][0]))
+            return [], marked(error)
+        return [], marked(PeerFailed(failures, rows[min(failures)][0]))
 
     def same(self, what: str, own: Callable[[], str]) -> None:
         """Raises ``PeerFailed`` unless ``own()`` is the same on all ranks."""
@@ -261,7 +259,7 @@ class Ranks(NotCopied):
 
     def differ(self, place: str, texts: Sequence[str]) -> PeerFailed:
         """The error where ranks have to say the same and do not."""
-        return _marked(PeerFailed(dict(enumerate(texts)), place))
+        return marked(PeerFailed(dict(enumerate(texts)), place))
 
     # --- failing ---
 
@@ -281,11 +279,11 @@ class Ranks(NotCopied):
             with collectives.sending(self.wait):
                 yield
         except PeerFailed as error:
-            if not _is_marked(error):
+            if not _ismarked(error):
                 self._ended = error
             raise
         except BaseException as error:
-            if _is_marked(error):
+            if _ismarked(error):
                 raise
             if not self._begun and isinstance(error, Exception):
                 self._share(error)
@@ -309,7 +307,7 @@ class Ranks(NotCopied):
 
     def _noted(self, own: PeerFailed, gone: Sequence[int] = ()) -> PeerFailed:
         """The error that all raise: the first that a rank has noted, which is this one if there was none before."""
-        _process.group = None
+        self._abandon()
         written = json.dumps([own.failures, own.place, own.lost, own.writing, self._begun])
         with suppress(RuntimeError):  # the rank that has the store may be gone
             written = self._store.compare_set(f"{self._key}/failed", "", written).decode()
@@ -369,7 +367,7 @@ class Ranks(NotCopied):
 
     def _lost(self, error: Exception) -> PeerFailed:
         """A connection has ended: because a rank has failed and said so, or has been ended."""
-        _process.group = None
+        self._abandon()
         try:
             if self._store.check([f"{self._key}/failed"]):
                 return self._noted(PeerFailed({}))
@@ -384,6 +382,13 @@ class Ranks(NotCopied):
             if self._begun:
                 _process.unfinished = dist.group.WORLD
             return PeerFailed(failures, self._place, reason, writing=self._writes)
+
+    def _abandon(self) -> None:
+        """The control group is not used any more. Others may never come to what has been begun in it, and a group
+        that is let go of waits for them: this one never is."""
+        if _process.group is not None and self._group is not None:
+            compat_distributed.hold_for_good(self._group)
+        _process.group = None
 
     def _called(self) -> PeerFailed:
         """Whoever does not say soon that it is there has ended. Raises ``RuntimeError`` without a store."""
@@ -413,253 +418,16 @@ class Ranks(NotCopied):
         collectives.figures.latency, collectives.figures.per_byte = times[0], per_byte
 
 
-def _marked(error: Any) -> Any:
+def marked(error: Any) -> Any:
     """Every rank raises it, so that none needs to be told."""
     error._on_all_ranks = True
     return error
 
 
-def _is_marked(error: BaseException) -> bool:
+def _ismarked(error: BaseException) -> bool:
     return getattr(error, "_on_all_ranks", False)
 
 
 def _words(error: BaseException) -> str:
     text = str(error) if isinstance(error, TightshipError) else f"{type(error).__name__}: {error}"
     return text or type(error).__name__
-
-
-# --- what has to be the same on all ranks ---
-
-
-class Told(NamedTuple):
-    """What a rank says of its step: a digest of its ops, wherever in tensors these find their parts; the collectives
-    among them (how many, and a digest of what they are, in order); the same of its plan, if it has one; and a digest
-    of each group of ranks that they send among, in the order in which they come up."""
-
-    ops: str
-    calls: tuple[int, str]
-    plan: tuple[int, str] | None
-    groups: tuple[str, ...]
-
-    @staticmethod
-    def of(row: Sequence[Any]) -> Told:
-        ops, calls, plan, groups = row
-        return Told(ops, tuple(calls), None if plan is None else tuple(plan), tuple(groups))
-
-
-def told_of(captured: Program, plan: Plan | None = None, program: Program | None = None) -> Told:
-    """``plan`` is of ``program``, which has other ops than were captured where parameters stream."""
-    ops = range(len(captured.calls))
-    steps = [] if plan is None else [s.op for s in plan.steps if s.kind in ("compute", "recompute")]
-    groups: dict[tuple[int, ...], int] = {}
-    calls = _calls(captured, ops, groups)
-    planned = None if plan is None else _calls(program or captured, steps, groups)
-    return Told(_planned_alike(captured), calls, planned, told_groups(groups))
-
-
-def told_groups(groups: Iterable[Iterable[int]]) -> tuple[str, ...]:
-    """What a rank says of groups that it sends among."""
-    return tuple(_of_ranks(sorted(ranks)) for ranks in groups)
-
-
-def _of_ranks(ranks: Iterable[object]) -> str:
-    return hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:12]
-
-
-def _planned_alike(captured: Program) -> str:
-    """The same for programs that the same plan is for: where in a tensor each rank has its part makes no
-    difference."""
-    graph = captured.graph
-    if not any(v.offset for v in graph.values):
-        return graph.digest
-    return replace(graph, values=tuple(replace(v, offset=0) if v.offset else v for v in graph.values)).digest
-
-
-def _calls(program: Program, ops: Iterable[int], groups: dict[tuple[int, ...], int]) -> tuple[int, str]:
-    """Ranks of one mesh send among other ranks, so a group is told by how many came up before it, and its size."""
-    rows = []
-    for k in ops:
-        call = program.calls[k]
-        if isinstance(call.fn, collectives.Collective):
-            group = call.fn.group(call.args)
-            among = groups.setdefault(group, len(groups)), len(group)
-            rows.append(call.fn.describe(call.args, lambda a: _described(program, a), among))
-    return len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()[:32]
-
-
-def _described(program: Program, argument: Any) -> Any:
-    if isinstance(argument, Ref):
-        value = program.graph.values[argument.value]
-        storage = program.graph.storages[value.storage]
-        named = storage.kind == "parameter" or storage.name.endswith(".grad")
-        return value.dtype, value.shape, storage.name if named else ""
-    if isinstance(argument, (list, tuple)):
-        return [_described(program, a) for a in argument]
-    return argument
-
-
-def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
-    """Raises ``PeerFailed`` where steps, or those plans that there are, would send other things on other ranks."""
-    rows = [Told.of(row) for row in told]
-    if len({row.calls for row in rows}) > 1:
-        texts = [f"a step of {n} collectives ({digest[:8]})" for n, digest in (row.calls for row in rows)]
-        what = (
-            "steps that send other things (batches or models of other shapes, or code that runs other layers on "
-            "some ranks, as find_unused_parameters lets it: have all ranks take the same branch)"
-        )
-        raise ranks.differ(what, texts)
-    if not _meet([row.groups for row in rows]):
-        texts = [f"collectives among {len(row.groups)} groups ({_of_ranks(row.groups)[:8]})" for row in rows]
-        raise ranks.differ("steps that send among other ranks (models on other meshes)", texts)
-
-
-def in_one_order(told: Sequence[Any]) -> bool:
-    """Whether the plans of all ranks send the same in the same order."""
-    return len({Told.of(row).plan for row in told}) == 1
-
-
-def check_orders(ranks: Ranks, told: Sequence[Any]) -> None:
-    """Raises ``PeerFailed`` where plans would send in other orders."""
-    if in_one_order(told):
-        return
-    texts = [f"a plan of {n} collectives ({digest[:8]})" for n, digest in (row[2] for row in told)]
-    rule = (
-        "plans for batches of other shapes that send in another order (give all ranks batches of one shape)"
-    )
-    raise ranks.differ(rule, texts)
-
-
-def follow(graph: Graph, text: str, limit: int | None) -> Plan:
-    """For a graph of the same ops on tensors of other sizes: what another rank's plan (of `written`) does, in its
-    order, with places of this rank's own. Raises ``Unsupported`` where ops differ, ``Infeasible`` beyond ``limit``
-    bytes."""
-    document, *_ = json.loads(text)
-    plan, other = loads_plan(document.encode(), "the plan of another rank")
-    assert other is not None
-    if _ops_of(graph) != _ops_of(other) or any(s.kind not in _SIZELESS for s in plan.steps):
-        raise Unsupported(
-            "a step that runs other ops on some ranks, or on batches of other shapes by a plan that copies values,",
-            "no plan sends in the order of the other ranks'", "run the same code on batches of one shape everywhere",
-        )  # fmt: skip
-    capacity = None if limit is None else max(limit - graph.static_bytes, 0)
-    line, layout = replay(graph, plan.steps), lay_out(graph, plan.steps, capacity=capacity)
-    needed = max(line.peak, graph.static_bytes + layout.arena + layout.handed)
-    if limit is not None and needed > limit:
-        bound = int(lower_bound(graph))
-        raise Infeasible(budget=limit, lower_bound=bound, best_peak=line.peak, placed=needed)
-    made = replace(
-        decision_plan(graph, plan.steps, line, plan.planner),
-        residences=layout.residences,
-        arena=layout.arena,
-        handed=layout.handed,
-        budget=limit,
-        lower_bound=int(lower_bound(graph)),
-        moved=plan.moved,
-    )
-    check(graph, made)
-    return made
-
-
-_SIZELESS: Final = ("compute", "recompute", "free")
-
-
-def _ops_of(graph: Graph) -> list[Any]:
-    """What plans go by. Which views ops read may differ: a rank's part may be less than what fills it up."""
-    storages = [v.storage for v in graph.values]
-    return [
-        (op.name, [storages[v] for v in op.inputs], [storages[v] for v in op.outputs]) for op in graph.ops
-    ]
-
-
-def _meet(told: Sequence[tuple[str, ...]]) -> bool:
-    """Whether the ranks of each group name this group, wherever in their order one of them does."""
-    for row in zip(*told, strict=True):
-        members: dict[str, list[int]] = {}
-        for rank, group in enumerate(row):
-            members.setdefault(group, []).append(rank)
-        if any(_of_ranks(found) != group for group, found in members.items()):
-            return False
-    return True
-
-
-def leader_of(ranks: Ranks, told: Sequence[Any]) -> tuple[int, bool]:
-    """Which rank of those that have this rank's ops plans for them: one that has a plan, if there is one; and whether
-    one of them has none."""
-    rows = [Told.of(row) for row in told]
-    alike = [r for r, row in enumerate(rows) if row.ops == rows[ranks.rank].ops]
-    having = [r for r in alike if rows[r].plan is not None]
-    return (having or alike)[0], len(having) < len(alike)
-
-
-class Moved(NamedTuple):
-    """What of a measured program streams: its input values, and in how many pieces updates run (`Streamed`)."""
-
-    base: Program
-    values: tuple[int, ...]
-    pieces: int
-
-
-class Given(NamedTuple):
-    """A rank's program as another has measured it, and the plan: of the program, or of what it becomes where tensors
-    stream."""
-
-    program: Program
-    plan: Plan
-    moved: Moved | None
-
-
-def written(program: Program, plan: Plan, moved: Moved | None = None) -> str:
-    """A plan with the measured graph, for ranks with the same ops."""
-    row = moved and [dumps_graph(moved.base.graph).decode(), _again(moved.base), moved.values, moved.pieces]
-    return json.dumps([dumps_plan(plan, program.graph).decode(), _again(program), program.notes, row])
-
-
-def _again(program: Program) -> list[Any]:
-    """Requests of ops that run again."""
-    rows = program.replay_requests.items()
-    return [[k, [[r.size, r.storage, r.start, r.end] for r in row]] for k, row in rows]
-
-
-_REFUSED: Final = "refused"
-_FIELDS: Final = ("budget", "lower_bound", "best_peak", "top", "placed", "at", "advice")
-
-
-def refusal(no: Infeasible) -> str:
-    """In the place of a plan: why there is none."""
-    enough = [[e.nbytes, e.options] for e in no.enough]
-    return _REFUSED + json.dumps([str(no), {n: getattr(no, n) for n in _FIELDS}, enough])
-
-
-def check_plans(ranks: Ranks, plans: Sequence[str]) -> None:
-    """Raises ``Infeasible`` where nobody has found a plan, ``PeerFailed`` where somebody has not."""
-    refused = {
-        r: json.loads(text.removeprefix(_REFUSED))
-        for r, text in enumerate(plans)
-        if text.startswith(_REFUSED)
-    }
-    if not refused:
-        return
-    if len(refused) < sum(bool(text) for text in plans):
-        raise ranks.differ(
-            "planning", [refused[r][0] if r in refused else "a plan was found" for r in range(ranks.size)]
-        )
-    _, fields, enough = next(iter(refused.values()))
-    found = [Enough(nbytes, tuple((n, x) for n, x in options)) for nbytes, options in enough]
-    raise _marked(Infeasible(**fields, enough=found))
-
-
-def read(captured: Program, text: str) -> Given:
-    """What `written` has made, which is verified before it runs."""
-    document, again, notes, row = json.loads(text)
-    plan, graph = loads_plan(document.encode(), "the plan of another rank")
-    assert graph is not None
-    if row is None:
-        program = replace(_measured_as(captured, graph, again), notes=tuple(notes))
-        return Given(program, replace(plan, digest=program.graph.digest), None)
-    base = _measured_as(captured, loads_graph(row[0].encode(), "the graph of another rank"), row[1])
-    return Given(replace(base, notes=tuple(notes)), plan, Moved(base, tuple(row[2]), row[3]))
-
-
-def _measured_as(captured: Program, graph: Graph, again: Any) -> Program:
-    requests = {k: tuple(Request(*r) for r in row) for k, row in again}
-    return replace(captured, graph=replace(graph, values=captured.graph.values), replay_requests=requests)

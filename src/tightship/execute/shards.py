@@ -18,7 +18,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.execute.parts_in_hand import NoParts, Parts, WrittenThrough, reading, telling_parameters
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat_capture, compat_distributed
 from tightship.frontends.torch.collectives import (
     Division,
     gathered,
@@ -66,6 +66,10 @@ class Gathering:
     def reading(self, once: bool) -> None:
         self._read = {} if once else None
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is what this step has read."""
+        return any(t is tensor for t in (self._read or {}).values())
+
     @staticmethod
     def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
         """The parameters of parts, by one message."""
@@ -90,6 +94,13 @@ class Part(Gathering):
     shape: torch.Size
     divided: tuple[str, ...]
     """The groups, by name, whose ranks have different ones, those of them that follow from others' parts last."""
+
+    def read(self, part: torch.Tensor) -> torch.Tensor:
+        return super().read(part) if self.is_part(part) else self.given(part)
+
+    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a module reads of a tensor that code has put into the place of a part (``functional_call``)."""
+        return tensor
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """All parts, which every rank gives."""
@@ -134,13 +145,16 @@ class Shard(Part):
     dtype: torch.dtype | None = None
     """That it is gathered in, and ``reduced``: that its gradient is averaged in; None: as it is, and as it comes."""
     reduced: torch.dtype | None = None
+    stays: bool = False
+    """Whether ``fully_shard`` leaves it gathered behind the forward pass, and whether it is while any module runs."""
+    outermost: bool = False
 
     def __init__(
         self, shape: torch.Size, stride: tuple[int, ...], among: Division, spec: Any = None,
         placed: Placed | None = None,
     ) -> None:  # fmt: skip
         self.among, self.spec, self.placed = among, spec, placed
-        self._by_torch = spec is not None
+        self.by_torch = spec is not None
         self._listed: dict[tuple[bool, int], Any] = {}
         self.stride: tuple[int, ...]
         self.gathered = torch.Size(shape)
@@ -148,6 +162,15 @@ class Shard(Part):
         self.rows = -(-shape[0] // among.size)
         self.padded = torch.Size((self.rows, *shape[1:]))
         self.divided = (among.group, *(placed.divided if placed else ()))
+
+    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+        if compat_distributed.is_distributed(type(tensor)):
+            raise Unsupported(
+                "a DTensor in the place of a parameter that fully_shard has sharded (torch.func.functional_call)",
+                "its gradient would not be averaged over ranks",
+                "call the model itself, or give fit the plain model and parallel=tightship.DataParallel(shard=True)",
+            )  # fmt: skip
+        return tensor
 
     @property
     def own(self) -> int:
@@ -181,8 +204,10 @@ class Shard(Part):
         )
 
     def listed(self, part: torch.Tensor) -> Any:
-        """``fully_shard`` leaves DTensors, whose gradients add up before those of what is gathered come to them."""
-        if not self._by_torch:
+        """``fully_shard`` leaves DTensors, whose gradients add up before those of what is gathered come to them, or,
+        in the forward pass and behind it, what has been gathered."""
+        ran = any(number == id(part) for _, number in self._read or ())
+        if not self.by_torch or (self.stays and ran) or (self.outermost and compat_capture.in_a_module()):
             return self.read(part)
         key = torch.is_grad_enabled(), id(part)
         if key not in self._listed:
@@ -191,7 +216,7 @@ class Shard(Part):
         return self._listed[key]
 
     def between(self, part: torch.Tensor) -> Any:
-        if self._by_torch:  # as eager has it
+        if self.by_torch:  # as eager has it
             return self.distributed(part.detach())
         whole = self.read(part).as_subclass(WrittenThrough)
         whole.base, whole.to = whole, (self, part)
@@ -200,6 +225,9 @@ class Shard(Part):
     def reading(self, once: bool) -> None:
         super().reading(once)
         self._listed = {}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return super().has(tensor) or any(t is tensor for t in self._listed.values())
 
     def is_part(self, t: Any) -> bool:
         return isinstance(t, torch.Tensor) and t.shape == self.padded and not hasattr(t, "full_tensor")
@@ -341,8 +369,10 @@ class _Averaged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        parts = [share(g, ctx.among.size, own=False) for g in gradients if g is not None]
-        means = iter(reduced(parts, ctx.among.group))
+        given = [g for g in gradients if g is not None]
+        parts = [share(g, ctx.among, own=False) for g in given]
+        rows = zip(given, reduced(parts, ctx.among.group), strict=True)
+        means = iter([mean.to(g.dtype) for g, mean in rows])
         return None, *(None if g is None else next(means) for g in gradients)
 
 
@@ -377,7 +407,10 @@ def read_once(shards: Iterable[Gathering], parts: Parts | None = None) -> Iterat
     for one in shards:
         one.reading(True)
     try:
-        with _listed_as_read() if shards else nullcontext(), NoParts(parts) if parts else nullcontext():
+        with (
+            _listed_as_read() if shards else nullcontext(),
+            NoParts(parts, shards) if parts else nullcontext(),
+        ):
             reading.active = True
             yield
     finally:
@@ -395,6 +428,9 @@ def _listed_as_read() -> Iterator[None]:
     def named(
         module: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
+        if compat_capture.lists_as_they_lie():
+            yield from known(module, prefix, recurse, remove_duplicate)
+            return
         seen: set[int] = set()
         inside = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
         for path, one in inside if recurse else [(prefix, module)]:
@@ -445,6 +481,7 @@ def shard_model(model: torch.nn.Module, among: Division, whole: Container[int] =
                 continue
             if id(p) not in done:
                 done[id(p)] = shard = Shard(p.shape, p.stride(), among)
+                shard.reduced = among.dtype
                 with torch.no_grad():
                     p.data = shard.part(p.data)
             chosen[name] = done[id(p)]
@@ -467,6 +504,7 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
         placed = None if row.within is None else Placed(row.within)
         shard = Shard(row.gathered, p.stride(), Division(*row.among), spec, placed)
         shard.dtype, shard.reduced = row.dtype, row.reduced
+        shard.stays, shard.outermost = row.stays, row.outermost
         parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
         done[id(part)] = shard
         for module, name in row.places:

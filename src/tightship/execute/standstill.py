@@ -42,6 +42,11 @@ class _Standing(NamedTuple):
     inner: Any
     """Which call it is."""
 
+    @property
+    def in_fit(self) -> bool:
+        """Whether it waits for others to call fit; ``begun`` counts how often they have."""
+        return self.group == _FIT
+
 
 class Lookout:
     """Of one process, beside a control group. ``store`` and ``key`` are the same on all ranks."""
@@ -50,6 +55,7 @@ class Lookout:
         self._store, self._key, self._rank, self._size = store, f"{key}/look", rank, size
         self._ended, self._asks, self._stood = threading.Event(), False, False
         self._followed = threading.get_ident()
+        self.meetings = 0  # how often all ranks have called fit
         self._thread = threading.Thread(target=self._look, name="tightship-lookout", daemon=True)
         self._thread.start()
 
@@ -64,9 +70,9 @@ class Lookout:
 
     # --- the rank that waits in a step ---
 
-    def asked(self, seconds: float) -> dict[int, str]:
-        """To be called now and then by a rank that has waited for so many ``seconds`` in a step: the ranks that stand
-        where they wait for this one, and in what. Raises ``RuntimeError`` where the store is gone."""
+    def asked(self, seconds: float, where: str = "a step") -> dict[int, str]:
+        """To be called now and then by a rank that has waited for so many ``seconds`` in a step, or so: the ranks
+        that stand where they wait for this one, and in what. Raises ``RuntimeError`` where the store is gone."""
         if seconds < _PATIENCE:
             return {}
         self._asks = True
@@ -79,10 +85,11 @@ class Lookout:
             if r == self._rank or not self._store.check([f"{self._key}/{r}"]):
                 continue
             told = _Standing(*json.loads(self._store.get(f"{self._key}/{r}")))
-            mine = compat_distributed.collectives_begun(told.group)
+            begun = compat_distributed.collectives_begun
+            mine = self.meetings if told.in_fit else begun(told.group)
             if mine is not None and mine < told.begun:
                 found[r] = (
-                    f"waits in {told.call} ({told.place}), to which rank {self._rank}, in a step, does not come: "
+                    f"waits in {told.call} ({told.place}), to which rank {self._rank}, in {where}, does not come: "
                     "all ranks take as many steps (drop_last=True, or the least number of batches), and send alike"
                 )
         return found
@@ -115,7 +122,8 @@ class Lookout:
             while not self._ended.wait(_POLL) and compat_distributed.world_size() > 1:
                 if not self._store.check([f"{self._key}/asked"]):
                     continue
-                now = _standing(self._followed)  # and no frame, which would keep what its code has let go
+                # No frame is kept, which would keep what its code has let go.
+                now = _standing(self._followed, self.meetings + 1)
                 if now is None or now != seen:
                     seen, since = now, monotonic()
                     if told:
@@ -128,8 +136,9 @@ class Lookout:
                     told = True
 
 
-def _standing(thread: int) -> _Standing | None:
-    """Where a thread is that sends outside of a step; None where it does not."""
+def _standing(thread: int, meeting: int) -> _Standing | None:
+    """Where a thread is that sends outside of a step, or waits for others in its call of fit, the ``meeting``-th;
+    None where it does not."""
     frame: Any = sys._current_frames().get(thread)
     inner = None if frame is None else (id(frame), frame.f_lasti)
     call, group = "", None
@@ -137,6 +146,8 @@ def _standing(thread: int) -> _Standing | None:
         module = frame.f_globals.get("__name__", "")
         if module == _RANKS and frame.f_code.co_name == "wait":
             return None  # in a step itself
+        if module == _RANKS and frame.f_code.co_name == "_met":
+            call, group, inner = "tightship.fit", _FIT, None
         if frame.f_code is Sent.result.__code__:
             call, group = "a gather of parameters outside of a step", frame.f_locals["self"].group
         elif (kind := compat_distributed.call_of(frame)) is not None:
@@ -145,13 +156,15 @@ def _standing(thread: int) -> _Standing | None:
             break
         frame = frame.f_back
     name = group or compat_distributed.name_of_all()
-    begun = compat_distributed.collectives_begun(name)
+    begun = meeting if name == _FIT else compat_distributed.collectives_begun(name)
     if not call or frame is None or begun is None:
         return None
     place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
     return _Standing(call, place, name, begun, group is not None, inner)
 
 
+_FIT: Final = "tightship.fit"
+"""In the place of a group's name."""
 _RANKS: Final = f"{__package__}.ranks"
 _LIBRARIES: Final = ("torch", "tightship", "typing_extensions", "contextlib", "functools")
 """Whose code is not the caller's own."""

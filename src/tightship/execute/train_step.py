@@ -77,6 +77,7 @@ class TrainStep(TrainVariants):
         self._verify_every, self._steps = verify_every, 0
         self._added = 0  # batches since the last update
         self._inside = False  # of an accumulation, which DistributedDataParallel lets each rank do by itself
+        self._apart = False  # the last backward pass was in its no_sync()
         self._ran = PartRuns()
         self._unplanned: Unplanned | None = None
         self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
@@ -249,15 +250,22 @@ class TrainStep(TrainVariants):
         """Forward and backward pass on a batch, within the budget: what ``loss = loss_fn(model, batch)`` and
         ``loss.backward()`` do, bit-identically. Gradients are left in ``p.grad``; where one is there, the new one is
         added to it in place. Returns what the step itself would return. Do as you like with gradients before
-        ``update``. On several ranks they are averages, as ``DistributedDataParallel`` leaves them; of parameters in
-        shards they are this rank's parts, of which norms are refused."""
+        ``update``. On several ranks they are averages, as ``DistributedDataParallel`` leaves them, and this
+        rank's own in its ``no_sync()``; of parameters in shards they are this rank's parts, of which norms are
+        refused."""
         with self._exclusive():
             if self._replicas is not None:
                 self._replicas.check_parts()
                 self._replicas.take_back(self._owned.parameters)
-            out = self._backward(self._filled(batch))
+            self._inside = self._apart
+            try:
+                out = self._backward(self._filled(batch))
+            finally:
+                self._inside = False
             if self._replicas is not None:
-                self._average()
+                self._apart = self._replicas.apart
+                if not self._apart:
+                    self._average()
                 self._replicas.hand_out(self._owned.parameters)
             return out
 

@@ -12,6 +12,22 @@ import torch
 
 from tightship import simulate
 from tightship.errors import Enough, Infeasible, Unsupported
+from tightship.execute.agreement import (
+    Given,
+    Moved,
+    Told,
+    check_orders,
+    check_plans,
+    check_sequences,
+    follow,
+    in_captured_order,
+    in_one_order,
+    leader_of,
+    read,
+    refusal,
+    told_of,
+    written,
+)
 from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel, Replicas
 from tightship.execute.parts import (
@@ -26,22 +42,7 @@ from tightship.execute.prepared import (
     Variant,
     within_unplanned,
 )
-from tightship.execute.ranks import (
-    Given,
-    Moved,
-    Ranks,
-    Told,
-    check_orders,
-    check_plans,
-    check_sequences,
-    follow,
-    in_one_order,
-    leader_of,
-    read,
-    refusal,
-    told_of,
-    written,
-)
+from tightship.execute.ranks import Ranks
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
 from tightship.frontends.torch import compat_distributed
@@ -227,17 +228,21 @@ class TrainVariants(Prepared):
             averaged = () if self._replicas is None else self._replicas.averaged
             among = None if self._replicas is None else self._replicas.among
             add_up = None if self._replicas is None else self._replicas.add_up
-            repeats = self.ranks is not None
             return Ending(
-                whole.names, whole, clip, averaged=averaged, among=among, add_up=add_up, repeats=repeats
-            )  # fmt: skip
+                whole.names, whole, clip, averaged=averaged, among=among, add_up=add_up, **self._of_ranks()
+            )
         updates = self._updates_if_any()
         if updates is not None and not self._split and (self._in_parts or self.loop.clips):
             wanted = updates.names
         else:
             wanted = tuple(n for n, p in self._owned.parameters if p.requires_grad)
         held = {n: g for n, g in held.items() if n in wanted}
-        return Ending(wanted, updates, leaves=True, held=held, repeats=self.ranks is not None)
+        return Ending(wanted, updates, leaves=True, held=held, **self._of_ranks())
+
+    def _of_ranks(self) -> dict[str, Any]:
+        """What of an `Ending` follows from other ranks."""
+        whole = self._replicas is not None and self._replicas.whole_in_eager
+        return {"repeats": self.ranks is not None, "whole": whole}
 
     def _updates_if_any(self) -> Updates | SeveralUpdates | None:
         """None without an optimizer, and where a split step's cannot be planned, which is noted once."""
@@ -403,7 +408,8 @@ class TrainVariants(Prepared):
 
     def _in_one_order(self, ranks: Ranks, own: Variant, told: Sequence[Any], ending: Ending) -> Variant:
         """Where batches of other shapes have plans that send in other orders: the plan for the largest is what all
-        ranks do, each on tensors of its own sizes."""
+        ranks do, each on tensors of its own sizes. Where ranks run other ops beside what they send, or that plan does
+        not fit one of them, each plans for itself, and all send once and in the order of their code."""
 
         def plan() -> tuple[int, str]:
             return own.unplanned, "" if own.changes else written(own.program, own.executor.plan)
@@ -413,18 +419,36 @@ class TrainVariants(Prepared):
         if not plans[first][1]:
             check_orders(ranks, told)
 
-        def bound() -> Variant:
+        def followed() -> Plan | None:
             if Told.of(told[ranks.rank]).plan == Told.of(told[first]).plan:
-                return own
-            made = follow(own.program.graph, plans[first][1], self._limit)
-            variant = self._bound(own.captured, own.program, made, self._modes_of(ending), part=ending.part)
-            variant.told = told_of(own.captured, made, own.program)
-            self._variants = [variant, *(v for v in self._variants if v is not own)]
-            self._use(variant)
-            return variant
+                return own.executor.plan
+            try:
+                return follow(own.program.graph, plans[first][1], self._limit)
+            except (Unsupported, Infeasible):
+                return None
 
+        made, could = ranks.agreed("planning in one order", followed, lambda plan: plan is not None)
+
+        def bound() -> Variant:
+            if made is own.executor.plan:
+                return own
+            if made is not None:
+                return self._replanned(own, own.program, made, ending)
+            program = in_captured_order(own.program)
+            return self._replanned(own, program, self._plan_within_budget(program.graph), ending)
+
+        if not all(could):
+            made = None
         variant, now = ranks.agreed("verifying the plan and reserving memory", bound, lambda v: v.told)
         check_orders(ranks, now)
+        return variant
+
+    def _replanned(self, own: Variant, program: Program, plan: Plan, ending: Ending) -> Variant:
+        """The variant in the place of one of the same ops."""
+        variant = self._bound(own.captured, program, plan, self._modes_of(ending), part=ending.part)
+        variant.told = told_of(own.captured, plan, program)
+        self._variants = [variant, *(v for v in self._variants if v is not own)]
+        self._use(variant)
         return variant
 
     def _moved(self, captured: Program, found: Choice) -> Moved | None:

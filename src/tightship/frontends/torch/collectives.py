@@ -347,10 +347,13 @@ def messages(sizes: Sequence[tuple[Any, int]], most: int | None = None) -> list[
     return rows
 
 
-def share(gradient: torch.Tensor, size: int, *, own: bool) -> torch.Tensor:
-    """This rank's part of the mean of a gradient over ``size`` ranks, as DistributedDataParallel computes it: each
-    rank's part first, then the sum. In place if its bytes are the gradient's ``own`` and lie without gaps."""
-    factor = 1.0 / size
+def share(gradient: torch.Tensor, among: Division, *, own: bool) -> torch.Tensor:
+    """This rank's part of the mean of a gradient, as DistributedDataParallel computes it: each rank's part first,
+    then the sum. In place if its bytes are the gradient's ``own`` and lie without gaps; not if it is sent in another
+    type, as the hooks do it that compress gradients."""
+    if among.dtype not in (None, gradient.dtype):
+        return gradient.to(among.dtype).div_(among.size)
+    factor = 1.0 / among.size
     return gradient.mul_(factor) if own and compat.is_dense(gradient) else gradient.mul(factor)
 
 
@@ -363,12 +366,14 @@ class Division(NamedTuple):
     size: int
     copies: str | None = None
     replicas: int = 1
+    dtype: torch.dtype | None = None
+    """That gradients are sent in; None: their own."""
 
     @staticmethod
-    def of(group: Any = None) -> Division:
+    def of(group: Any = None, dtype: torch.dtype | None = None) -> Division:
         """Among the ranks of a process group; None: all."""
         group = dist.group.WORLD if group is None else group
-        return Division(group.group_name, dist.get_rank(group), dist.get_world_size(group))
+        return Division(group.group_name, dist.get_rank(group), dist.get_world_size(group), dtype=dtype)
 
 
 def reduced(parts: Sequence[torch.Tensor], group: str | None = None) -> list[torch.Tensor]:
@@ -393,7 +398,7 @@ def _waited(packet: Any, given: Any, *how: Any) -> Any:
 def average_now(gradients: Sequence[torch.Tensor], among: Division) -> None:
     """Their means over ranks, in place, by one message, at once and outside of a captured step."""
     with torch.no_grad():
-        parts = [share(g, among.size, own=True) for g in gradients]
+        parts = [share(g, among, own=True) for g in gradients]
         means = reduced(parts, among.group) if parts else ()
         for g, part, mean in zip(gradients, parts, means, strict=True):
             if part is not g:

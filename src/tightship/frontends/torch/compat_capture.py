@@ -390,6 +390,29 @@ def without_saving_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
+class _Listed:
+    """Whether who asks a model for its parameters is capture, and not the code of a step."""
+
+    for_capture = False
+
+
+_listed = _Listed()
+
+
+@contextmanager
+def listed_as_they_lie() -> Iterator[None]:
+    """Inside, models list their parameters as they lie, whatever the code of a step is given."""
+    before, _listed.for_capture = _listed.for_capture, True
+    try:
+        yield
+    finally:
+        _listed.for_capture = before
+
+
+def lists_as_they_lie() -> bool:
+    return _listed.for_capture
+
+
 def draws_anew() -> bool:
     """Whether code runs in a checkpoint that in eager draws other random numbers when it recomputes."""
     return _drawing_anew.get()
@@ -411,12 +434,17 @@ def _checkpoint_nothing(_fn: Any, preserve: bool = True, *_args: Any, **_kwargs:
 
 
 class _CallThrough:
-    """Stands in for the autograd function of reentrant checkpointing: calls what it was to checkpoint."""
+    """Stands in for the autograd function of reentrant checkpointing: calls what it was to checkpoint. As there, no
+    gradient goes into it unless one goes out to an argument, and what comes to an argument inside is added up
+    first."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        with _in_checkpoint(preserve):
-            return function(*args)
+        _checkpoint.check_backward_validity(args)
+        wanted = [isinstance(x, torch.Tensor) and x.requires_grad for x in args]
+        given = [x.view_as(x) if own else x for x, own in zip(args, wanted, strict=True)]
+        with _in_checkpoint(preserve) if any(wanted) else torch.no_grad():
+            return function(*given)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import sys
 import types
@@ -144,6 +145,12 @@ def gloo_group(key: str, timeout: timedelta) -> Any:
 def set_timeout(group: Any, timeout: timedelta) -> None:
     """How long collectives of a group of `gloo_group` may take."""
     group._set_default_timeout(timeout)
+
+
+def hold_for_good(group: Any) -> None:
+    """Has a group never be freed, not even when the process ends: its threads end with the process, and whoever frees
+    it waits for what they still do."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def is_wait(fn: Any) -> bool:
@@ -340,6 +347,8 @@ class FullySharded(NamedTuple):
     reduced: (
         torch.dtype | None
     )  # that its gradient is averaged in, where that is another one than it comes in
+    stays: bool  # gathered from the forward to the backward pass
+    outermost: bool  # of the model itself: gathered while any of its modules runs
 
 
 def _fully_shard_states(model: torch.nn.Module) -> list[tuple[tuple[torch.nn.Module, ...], Any]]:
@@ -407,7 +416,8 @@ def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
     rows = []
     for modules, state in _fully_shard_states(model):
         modules[0].reshard()  # type: ignore[operator]
-        for one in (p for group in state._fsdp_param_groups for p in group.fsdp_params):
+        root = model in modules and state._auto_reshard_after_forward  # known when it has run
+        for group, one in ((g, p) for g in state._fsdp_param_groups for p in g.fsdp_params):
             info = one._module_info
             places = [(info.module, info.param_name)]
             places += zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -418,7 +428,7 @@ def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
             rows.append(
                 FullySharded(
                     one.sharded_param, one._orig_size, among, within, part, tuple(places), one.param_dtype,
-                    one.reduce_dtype,
+                    one.reduce_dtype, bool(root) or group.post_forward_mesh_info is None, model in modules,
                 )
             )  # fmt: skip
     return rows
@@ -631,8 +641,8 @@ def own_ddp_options(ddp: Any) -> list[str]:
     options = []
     if ddp.mixed_precision is not None:
         options.append("mixed_precision")
-    if ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):  # torch's own stand in the log alone
-        options.append("a communication hook")
+    if hook := _unknown_hook(ddp):
+        options.append(f"the communication hook {hook}")
     if not ddp.require_backward_grad_sync:
         options.append("no_sync()")
     if ddp.parameters_to_ignore or ddp._delay_all_reduce_params:
@@ -642,6 +652,36 @@ def own_ddp_options(ddp: Any) -> list[str]:
     if hasattr(ddp, "buffer_hook"):
         options.append("a buffer hook")
     return options
+
+
+def type_that_hook_sends(ddp: Any) -> torch.dtype | None:
+    """The type that a communication hook averages gradients in, where that is not their own."""
+    return _HOOKS.get(_hook_of(ddp))
+
+
+def _hook_of(ddp: Any) -> str:
+    """The name of a DistributedDataParallel's communication hook; those built in stand in its log alone."""
+    name: str = ddp._get_ddp_logging_data().get("comm_hook") or ""
+    return name.removeprefix("BuiltinCommHookType.")
+
+
+_HOOKS = {
+    "": None, "allreduce_hook": None, "ALLREDUCE": None, "fp16_compress_hook": torch.float16,
+    "FP16_COMPRESS": torch.float16, "bf16_compress_hook": torch.bfloat16,
+}  # fmt: skip
+"""What of torch's hooks averages as DistributedDataParallel does, and in which type, if not their own."""
+
+
+def _unknown_hook(ddp: Any) -> str:
+    """The name of a hook that does something else; empty if there is none."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    name = _hook_of(ddp)
+    for hook, group in ddp._comm_hooks:
+        own = hook is getattr(default_hooks, name, None)
+        if not own or group not in (None, ddp.process_group):
+            return name
+    return "" if name in _HOOKS else name
 
 
 def taken_apart(ddp: Any) -> bool:

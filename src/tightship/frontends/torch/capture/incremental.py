@@ -14,6 +14,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.checks import check_held
 from tightship.frontends.torch.capture.lower import finish
+from tightship.frontends.torch.capture.parts_written import check_gathered
 from tightship.frontends.torch.capture.step import Capture, tensors_of
 from tightship.frontends.torch.capture.tape import Origin, TapeValue
 from tightship.frontends.torch.collectives import Division, reduced, share
@@ -35,7 +36,8 @@ class Ending:
     changes gradients before the updates, in place, and may return a tensor, which is the program's last result.
     ``averaged`` are the parameters whose gradients are averaged ``among`` ranks before that, by message. ``add_up``
     adds up over all ranks, in place, those of which each rank still has a summand behind the clipping.
-    ``repeats``: whether collectives that change nothing may run again.
+    ``repeats``: whether collectives that change nothing may run again. ``whole``: whether eager has whole parameters,
+    so that what code writes to one stays.
     """
 
     wanted: tuple[str, ...]
@@ -47,6 +49,7 @@ class Ending:
     among: Division | None = None
     add_up: Callable[[Mapping[str, torch.Tensor]], None] | None = None
     repeats: bool = False
+    whole: bool = False
 
     @property
     def part(self) -> str:
@@ -119,6 +122,7 @@ class StepCapture(Capture):
         """Takes down what follows the calls made; returns what makes the program, with further results behind
         those that the step hands back. It holds no tensor that the code has seen."""
         ending = self.ending
+        check_gathered(self.tape, whole=ending.whole)
         wanted = ending.wanted if self._trained() else ()
         leaves = [self._given.parameters[n] for n in wanted]
         held = self._held(ending.held)
@@ -210,15 +214,16 @@ class StepCapture(Capture):
                         list(homes.values()).count(homes[n]) == 1 and not tape.storages[homes[n]].role
                     )
                     known = len(records)
-                    parts.append(share(gradients[n], among.size, own=owned[-1]))
+                    parts.append(share(gradients[n], among, own=owned[-1]))
                     recorded(last.get(homes[n], -1), known)
                 known = len(records)
-                means = reduced(parts, among.group)
-                recorded(max(last.get(homes[n], -1) for n in names), known)
-                for n, own, mean in zip(names, owned, means, strict=True):
+                for n, own, mean in zip(names, owned, reduced(parts, among.group), strict=True):
+                    if mean.dtype != gradients[n].dtype:
+                        mean = gradients[n].copy_(mean) if own else mean.to(gradients[n].dtype)
                     if not own:
                         gradients[n] = self._given.parameters[n].grad = mean
                         self._name_gradient(n, mean)
+                recorded(max(last.get(homes[n], -1) for n in names), known)
         records[:] = [
             *behind.get(-1, ()),
             *(x for k, r in enumerate(records) for x in (r, *behind.get(k, ()))),

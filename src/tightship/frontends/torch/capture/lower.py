@@ -210,12 +210,13 @@ def _read_slots(
 
 
 def live_records(tape: Tape, results: Sequence[int]) -> list[Record]:
-    """Records somebody needs, in order. Random ops stay: without them later draws would differ."""
+    """Records somebody needs, in order. Random ops stay: without them later draws would differ; and what the code
+    itself sends, of which another rank may need what it gets."""
     needed = {tape.storage(v) for v in results} | {tape.storage(v) for v, _, _ in tape.slots}
     live = []
     for r in reversed(tape.records):
         touched = {tape.storage(v) for v in r.results if v >= 0} | set(r.writes)
-        if r.random or r.effect or touched & needed:
+        if r.random or r.effect or r.stays or touched & needed:
             live.append(r)
             needed |= {tape.storage(v) for v in r.reads} | set(r.writes)
     return live[::-1]

@@ -120,8 +120,12 @@ class Recorder(compat.TorchDispatchMode):
         """What a collective in place returns; ``NotImplemented`` for other ops."""
         if fn.namespace != "c10d":
             return NotImplemented
-        with self:
-            return functional(fn, args)
+        before, self.tape.sends = self.tape.sends, True
+        try:
+            with self:
+                return functional(fn, args)
+        finally:
+            self.tape.sends = before
 
     def _of_form(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Memory of the form that a tensor has, by an op that doesn't read the tensor: its bytes need not be there

@@ -27,7 +27,7 @@ def functional(fn: Any, args: tuple[Any, ...]) -> Any:
     if lower is None:
         raise Unsupported(
             f"{_CALLS.get(name, name)} inside of a step", "ranks would run other ops, or have other bits",
-            "use all_reduce, all_gather, broadcast or all_to_all, or call it outside of the step",
+            "use collectives (all_reduce, all_gather, broadcast, all_to_all, …), or call it outside of the step",
         )  # fmt: skip
     out = lower(*args)
     work = compat_distributed.ended_work()
@@ -35,8 +35,7 @@ def functional(fn: Any, args: tuple[Any, ...]) -> Any:
 
 
 _CALLS = {
-    "reduce_": "torch.distributed.reduce", "gather_": "torch.distributed.gather",
-    "scatter_": "torch.distributed.scatter", "send": "torch.distributed.send", "recv_": "torch.distributed.recv",
+    "send": "torch.distributed.send", "recv_": "torch.distributed.recv",
     "recv_any_source_": "torch.distributed.recv", "barrier": "torch.distributed.barrier",
     "monitored_barrier_": "torch.distributed.monitored_barrier",
 }  # fmt: skip
@@ -56,6 +55,30 @@ def _all_reduce(tensors: Any, group: Any, how: Any, sparse: Any = None, *_: Any)
 def _all_reduce_coalesced(tensors: Any, group: Any, how: Any, *_: Any) -> None:
     name, kind = compat_distributed.name_of_group(group), compat_distributed.reduction_name(how)
     _ops.all_reduce_coalesced_(tensors, kind, name)
+
+
+def _reduce(tensors: Any, group: Any, how: Any, *_: Any) -> None:
+    """All ranks have the sum: what those have for whom it is not meant is left open, and in gloo parts of it."""
+    _all_reduce(tensors, group, how)
+
+
+def _gather(outs: Any, given: Any, group: Any, root: int, *_: Any) -> None:
+    """All ranks run what the one does for whom it is meant, so that they run the same ops."""
+    size = compat_distributed.process_group(compat_distributed.name_of_group(group)).size()
+    (part,) = given
+    _all_gather(outs or [[torch.empty_like(part) for _ in range(size)]], given, group)
+
+
+def _scatter(outs: Any, given: Any, group: Any, root: int, *_: Any) -> Any:
+    """All ranks get the parts of all."""
+    name = compat_distributed.name_of_group(group)
+    ranks = compat_distributed.process_group(name)
+    (out,) = outs
+    rows = given[0] if given else [torch.empty_like(out) for _ in range(ranks.size())]
+    whole = torch.stack([t.reshape(-1) for t in rows])
+    _ops.broadcast_(whole, root, name)
+    out.copy_(whole[ranks.rank()].view(out.shape))
+    return outs
 
 
 def _broadcast(tensors: Any, group: Any, root: int, *_: Any) -> Any:
@@ -111,5 +134,6 @@ def _all_to_all(outs: Any, given: Any, group: Any, *_: Any) -> Any:
 _LOWERED = {
     "allreduce_": _all_reduce, "allreduce_coalesced_": _all_reduce_coalesced, "broadcast_": _broadcast,
     "allgather_": _all_gather, "_allgather_base_": _all_gather_base, "_reduce_scatter_base_": _reduce_scatter_base,
-    "alltoall_base_": _all_to_all_base, "alltoall_": _all_to_all,
+    "alltoall_base_": _all_to_all_base, "alltoall_": _all_to_all, "reduce_": _reduce, "gather_": _gather,
+    "scatter_": _scatter,
 }  # fmt: skip

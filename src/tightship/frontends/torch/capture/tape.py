@@ -154,7 +154,8 @@ class TapeStorage:
 class Record:
     """One op. ``results`` as in ``Call``; ``reads`` are values, ``writes`` and ``updates`` storages.
     ``asked`` is the number of the torch function's call it belongs to, -1 where that is not known. ``samples`` are
-    contents of arguments without which it cannot be measured, as `Program.samples` has them."""
+    contents of arguments without which it cannot be measured, as `Program.samples` has them. ``stays``:
+    even if nobody needs its results."""
 
     fn: Callable[..., Any]
     target: str
@@ -173,6 +174,7 @@ class Record:
     origin: Origin = field(default_factory=Origin)
     asked: int = -1
     samples: dict[int, torch.Tensor] = field(default_factory=dict)
+    stays: bool = False
 
     @property
     def checks(self) -> bool:
@@ -182,10 +184,11 @@ class Record:
 
 class Tape:
     """``grad``: whether eager runs the ops with gradients enabled, which some kernels look at. ``repeats``: whether
-    collectives that change nothing may run again, as all ranks will run one plan."""
+    collectives that change nothing may run again, as all ranks will run one plan. ``sends``: whether what is
+    taken down is a collective that the code of the step calls."""
 
     def __init__(self, *, grad: bool = True) -> None:
-        self.grad, self.repeats = grad, False
+        self.grad, self.repeats, self.sends = grad, False, False
         self.values: list[TapeValue] = []
         self.storages: list[TapeStorage] = []
         self.on_cuda = False  # whether any of them is
@@ -341,6 +344,7 @@ class Tape:
         r.writes = tuple(dict.fromkeys(self.storage(v) for v in writes))
         r.random, r.effect, r.device, r.phase, r.origin = random, effect, device, phase, origin
         r.flops = flops or sum(t.numel() for t in tensors)
+        r.stays = sent is not None and self.sends
         self._statistics(r)
         r.fn = sent or (compat.runnable(fn) if self.grad else fn)
         self.records.append(r)

@@ -368,7 +368,8 @@ class Rerun(TorchFunctionMode):
 
     def _make_again(self) -> dict[int, int]:
         known, trace = self.trace, FunctionTrace()
-        self.execution = Execution(self._start(), trace)
+        with compat_capture.listed_as_they_lie():
+            self.execution = Execution(self._start(), trace)
         # With other numbers a call may hand back its argument, or no longer: tensors get numbers of their own.
         new = {n: n for n in range(trace.inputs)}
         others = self._others
