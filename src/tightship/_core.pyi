@@ -200,6 +200,9 @@ class Engine:
     def relax(
         self, groups: tuple[I64, I32], limit: int, start: U8, work: int, seconds: float
     ) -> tuple[Any, ...]: ...
+    def resequence(
+        self, ops: I32, limit: int, heat: float, span: int, work: int, seconds: float, seed: int
+    ) -> tuple[Any, ...]: ...
 
 class Facts:
     def __init__(
