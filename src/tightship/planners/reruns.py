@@ -87,7 +87,7 @@ class Reruns:
             return
         best = self.search.reached.within(self.search.bytes)
         if best is None:
-            return self._lower()
+            return self._lower(1)
         line = self._fastest(best.found.timeline, self.search.bytes)
         if self._close(line):
             self._place(line, best.found.timeline)
@@ -100,7 +100,7 @@ class Reruns:
         if not self._may():
             return
         if self.search.reached.within(self.search.bytes) is None:
-            self._lower()
+            self._lower(_FROM)
         if self.search.reached.within(self.search.bytes) is not None:
             self._faster()
 
@@ -109,8 +109,9 @@ class Reruns:
         few = len(search.graph.ops) <= _LARGEST
         return few and not search.problem.only and "recompute" in search.problem.means
 
-    def _lower(self) -> None:
-        for start in self.search.reached.plans[:_FROM]:
+    def _lower(self, count: int) -> None:
+        """Make the least plans, so many, smaller, until one is within the budget."""
+        for start in self.search.reached.plans[:count]:
             line = self._lowest(start.found.timeline)
             lower = line is not start.found.timeline
             if lower and self.search.offer(line, self.clock).needs <= self.search.bytes:
