@@ -39,35 +39,46 @@ class Lives {
     // op did at first. `peak_at` is a run.
     Cost evaluate(const Sequence& runs, const Prices& prices);
 
-    // Of the sequence evaluated last: bytes in use at each run, and which runs again are in vain.
-    const std::vector<i64>& levels() const { return level_; }
+    // Of the sequence evaluated last: which runs again are in vain, and bytes in use at each run.
     const std::vector<std::uint8_t>& dead() const { return dead_; }
+    const std::vector<i64>& levels() const { return level_; }
+
+    // The sequence evaluated last, and its levels, without the runs in vain.
+    void drop_dead(Sequence& runs);
 
     // None for a sequence that is not valid.
     std::vector<Step> emit(const Sequence& runs);
 
   private:
     const Index& x_;
-    std::vector<i64> made_;              // by op: bytes of all it makes, and of what it needs beside that
+    std::vector<i64> made_;  // by op: bytes of all it makes, and of what it needs beside that
+    std::vector<i32> nth_;   // parallel to the program's `mutates`: the version that the op makes of it
     std::vector<std::uint8_t> tracked_;  // by storage: runs see several versions of it
-    std::vector<std::uint8_t> need_;     // by storage: read later, and not made again before
-    std::vector<i32> expect_;            // by storage: the version that is read next; -1: any
-    std::vector<i32> ended_, kept_;      // by storage: the run it was read by last; of which it stays
+    std::vector<i32> versioned_;         // those
+    std::vector<std::uint8_t> need_,
+        last_need_;                          // by storage: read later, and not made again before; at the end
+    std::vector<i32> expect_, last_expect_;  // by storage: the version that is read next; -1: any
+    std::vector<i32> ended_, kept_;          // by storage: the run it was read by last; of which it stays
     std::vector<i64> level_;
     std::vector<std::uint8_t> dead_;
-    i64 live_ = 0, open_ = 0;  // bytes; storages that are needed
+    i64 live_ = 0, last_live_ = 0, open_ = 0, last_open_ = 0;  // bytes; storages that are needed
     bool valid_ = true;
-    std::vector<Step>* steps_ = nullptr;
+    std::vector<Step>* steps_ = nullptr;  // filled in if not null, the last one first
+    Step step_{};                         // then: of the run under way, and what leaves after it
+    std::vector<i32> gone_;
 
     void begin();
-    i32 nth_writer(i32 storage, i32 op) const;
     bool wanted(i32 op) const;
     void sees(i32 storage, i32 version);
-    void make(Run run, i32 at, Step& step, std::vector<i32>& gone);
-    void read(Run run, i32 at, std::vector<i32>& gone);
-    i64 taken(i32 op, i32 at, Step& step);
+    void make(Run run, i32 at);
+    void read(Run run, i32 at);
+    i64 taken(i32 op, i32 at);
     void walk(Run run, i32 at, Cost& cost, const Prices& prices);
+    void note(Run run);
 };
+
+// Without the runs that are marked.
+void drop(Sequence& runs, const std::vector<std::uint8_t>& which);
 
 struct Resequenced {
     Sequence runs;

@@ -28,13 +28,6 @@ class Tally {
     bool stopped_ = false;
 };
 
-void drop(Sequence& runs, const std::vector<std::uint8_t>& which) {
-    std::size_t left = 0;
-    for (std::size_t at = 0; at < runs.size(); ++at)
-        if (!which[at]) runs[left++] = runs[at];
-    runs.resize(left);
-}
-
 // Runs again that are not needed to stay within the limit, the longest first.
 std::vector<std::uint8_t> needless(const RunMoves& moves, const Index& x, Lives& lives, Resequenced& best,
                                    i64 limit, Tally& tally) {
@@ -52,7 +45,7 @@ std::vector<std::uint8_t> needless(const RunMoves& moves, const Index& x, Lives&
         rest.clear(), from.clear();
         for (i32 at = 0; at < static_cast<i32>(best.runs.size()); ++at)
             if (at != without && !out[at]) rest.push_back(best.runs[at]), from.push_back(at);
-        const Cost cost = lives.evaluate(rest, {limit});
+        const Cost cost = lives.evaluate(rest, {limit, best.cost.extra});
         tally.spend(static_cast<i64>(rest.size()));
         if (!cost.valid || cost.peak > limit || cost.extra >= best.cost.extra) continue;
         out[without] = 1;
@@ -79,7 +72,7 @@ Resequenced resequence(const Index& index, const Sequence& runs, i64 limit, cons
     Tally tally(index, budget);
     Resequenced best{runs, lives.evaluate(runs, {limit})};
     if (!best.cost.valid) return best;
-    drop(best.runs, lives.dead());
+    lives.drop_dead(best.runs);
     spare(moves, index, lives, best, limit, tally);
     const double base = std::max(1e-12, index.base_time);
     const double room = std::max<double>(1, double(limit - index.static_bytes));
@@ -93,13 +86,16 @@ Resequenced resequence(const Index& index, const Sequence& runs, i64 limit, cons
     Sequence now, next;
     Cost cost;
     double at = 0;
-    const auto go_on = [&](const Sequence& from) {
-        now = from;
-        cost = lives.evaluate(now, {limit});
+    const auto go_on = [&](const Cost& c) {  // from `now`, which was evaluated last
+        cost = c;
         at = energy(cost);
         moves.follow(now, limit, lives);
     };
-    go_on(best.runs);
+    const auto go_back = [&] {
+        now = best.runs;
+        go_on(lives.evaluate(now, {limit}));
+    };
+    go_back();
     const i64 began = tally.work(), enough = budget.work - budget.work / kLast;
     for (i64 calls = 1; !tally.over() && tally.work() < enough; ++calls) {
         const double t = hot * std::pow(cold / hot, std::min(1.0, double(tally.work() - began) / span));
@@ -109,14 +105,15 @@ Resequenced resequence(const Index& index, const Sequence& runs, i64 limit, cons
             const double peak = price.value() * base / room;
             const Cost c = lives.evaluate(next, {limit, most * base, peak, peak / ops});
             if (c.valid && energy(c) <= most) {
-                drop(next, lives.dead());
-                go_on(next);
+                lives.drop_dead(next);
+                std::swap(now, next);
+                go_on(c);
                 if (better(cost, best.cost, limit)) best.runs = now, best.cost = cost;
             }
         }
         tally.spend(static_cast<i64>(next.size()) + moves.spent());
         if (price.turn(cost.peak <= limit)) at = energy(cost);
-        if (calls % 2000 == 0 && energy(best.cost) + 4 * t < at) go_on(best.runs);
+        if (calls % 2000 == 0 && energy(best.cost) + 4 * t < at) go_back();
     }
     spare(moves, index, lives, best, limit, tally);
     best.work = tally.work();

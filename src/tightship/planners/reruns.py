@@ -162,9 +162,9 @@ class Reruns:
         search, budget = self.search, self.search.bytes
         if self._close(best):
             return [best]
-        rows = {x.found.timeline.steps: x.found.timeline for x in search.seen if x.found.timeline is not best}
-        near = [line for line in rows.values() if line.peak <= budget * _NEARLY]
-        made = [self._changed(line, budget, 1, 0) for line in sorted(near, key=lambda x: x.time)[:_FROM]]
+        rows = {(x.found.timeline.time, x.found.timeline.peak): x.found.timeline for x in search.seen}
+        near = [rows[key] for key in sorted(rows) if key[1] <= budget * _NEARLY and rows[key] is not best]
+        made = [self._changed(line, budget, 1, 0) for line in near[:_FROM]]
         return [best, *self.changed, *(line for line in made if line is not None and line.peak <= budget)]
 
     def _close(self, line: Timeline) -> bool:
@@ -191,14 +191,25 @@ class Reruns:
 
     def _changed(self, line: Timeline, limit: int, part: int, seed: int) -> Timeline | None:
         """What comes of steps, for a limit on their peak; None where nothing can be changed."""
+        states = self._states(line)
+        made = self._annealed(line, limit - states, part, seed)
+        if made is None or made.peak <= limit or self._states(made) <= states:
+            return made
+        return self._annealed(line, limit - self._states(made), part, seed)
+
+    def _states(self, line: Timeline) -> int:
+        """Bytes of the random states that are kept for recomputations, which annealing does not count."""
+        again = {step.op for step in line.steps if step.kind == "recompute"}
+        return sum(self.search.graph.ops[k].state for k in again if self.search.graph.ops[k].random)
+
+    def _annealed(self, line: Timeline, limit: int, part: int, seed: int) -> Timeline | None:
         search = self.search
         runs = runs_of(line.steps)
         if runs is None or search.ends(self.clock):
             return None
         work = min(_CALLS * len(runs), _MOST, search.options.work) // part
-        random = [op.state for op in search.graph.ops if op.random]
         columns, cost, _, stopped = search.problem.engine.resequence(
-            runs, limit - sum(random), _HEAT, work, work, self.clock.search.left, search.options.seed + seed
+            runs, limit, _HEAT, work, work, self.clock.search.left, search.options.seed + seed
         )
         search.interrupted |= stopped
         if not cost["valid"]:
