@@ -506,8 +506,8 @@ def evaluated_by_one() -> Any:
 
 
 def fitted_by_one() -> Any:
-    """A second model that one rank alone fits, while the other is in a step."""
-    m, given = DistributedDataParallel(model()), batches(2)
+    """A second model that one rank alone fits, while the other is in a step, or in a barrier; then both go on."""
+    m, given = DistributedDataParallel(model()), batches(3)
     o = adamw(m)
     step = tightship.fit(m, loss_of, o, given[0], "100%")
     step(given[0])
@@ -517,7 +517,14 @@ def fitted_by_one() -> Any:
         how = tightship.DataParallel()
         return tightship.fit(second, loss_of, adamw(second), given[0], "100%", parallel=how)
 
-    return {"step": caught(fitted if dist.get_rank() == 0 else lambda: step(given[1]))}
+    first = dist.get_rank() == 0
+    rows = {"step": caught(fitted if first else lambda: step(given[1]))}
+    rows["both"] = caught(lambda: fitted()(given[1]))
+    rows["barrier"] = caught(fitted if first else dist.barrier)
+    if first:
+        dist.barrier()
+    rows["again"] = caught(lambda: fitted()(given[2]))
+    return rows
 
 
 def left_alone() -> Any:

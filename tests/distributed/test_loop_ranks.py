@@ -89,7 +89,10 @@ def test_a_rank_that_fits_alone_is_told_of_the_others_within_seconds() -> None:
     fitting, stepping = run("fitted_by_one", worker="loop_worker.py")["fitted_by_one"]
     assert "others have ended a step while this rank waited elsewhere" in fitting["step"]["text"]
     assert "rank 0: waits in tightship.fit (loop_worker.py:" in stepping["step"]["text"]
-    assert seconds_to_error(fitting["step"], stepping["step"]) < 5
+    assert "rank 1 waits in torch.distributed.barrier (worker.py:" in fitting["barrier"]["text"]
+    assert seconds_to_error(*(row[how] for row in (fitting, stepping) for how in ("step", "barrier"))) < 5
+    for row in (fitting, stepping):
+        assert row["both"]["type"] == row["again"]["type"] == ""
 
 
 def test_a_rank_whose_step_has_failed_ends_while_the_others_wait_for_it() -> None:

@@ -45,6 +45,8 @@ _CONNECTION: Final = timedelta(minutes=1)
 """Within which all ranks join the control group, once all are there."""
 _LONGEST: Final = timedelta(days=7)
 """Of the control group: one rank may evaluate, or plan, while the others wait."""
+_NEW, _KEPT = b"new", b"kept"
+"""What a rank that has come to a fit says of its control group: it needs one, or has one."""
 _ARRIVAL: Final = timedelta(minutes=5)
 """Within which all ranks call fit."""
 _SLOT: Final = 512
@@ -119,7 +121,8 @@ def together() -> Ranks | None:
 def _met(key: str) -> str:
     """A name for what these processes do together. torchrun starts ranks again with the store that those before them
     wrote to: addresses of theirs that are gone, and why they failed. So each rank waits for a word that has its own
-    name, and rank 0 gives it once every rank has answered to the name that was read.
+    name, and rank 0 gives it once every rank has answered to the name that was read. Where one needs a new control
+    group, all make one.
 
     Raises ``BadInput`` if some do not come."""
     lookout = None if _process.group is None else _process.lookout
@@ -141,12 +144,17 @@ def _met(key: str) -> str:
                 store.set(f"{key}/{one}", word)
         if _there(store, [f"{key}/{own}"]):
             name = store.get(f"{key}/{own}").decode()
-            store.set(f"{key}/{name}/here/{rank}", b"1")
-            if rank == 0 and _there(store, [f"{key}/{name}/here/{r}" for r in range(size)]):
+            if lookout is not None:  # one that has ended a step says so before it comes here
+                _look_for_others(lookout, 0.0)
+            arrived = [f"{key}/{name}/here/{r}" for r in range(size)]
+            store.set(arrived[rank], _NEW if lookout is None else _KEPT)
+            if rank == 0 and _there(store, arrived):
                 store.set(f"{key}/{name}/all", b"1")
             if _there(store, [f"{key}/{name}/all"]):
                 if lookout is not None:
                     lookout.heard()
+                if _NEW in map(store.get, arrived):
+                    _process.group = None
                 return name
     missing = [r for r in range(size) if not store.check([f"{key}/{name}/here/{r}" if name else here[r]])]
     rule = f"ranks {missing} did not call fit: all {size} ranks do, in the same order (or independent=True)"
@@ -157,6 +165,8 @@ def _look_for_others(lookout: Lookout, seconds: float) -> None:
     """Raises ``BadInput`` where others wait for this rank elsewhere than in fit, or have ended a step since it does
     not come there."""
     standing = lookout.asked(seconds, "fit")
+    if standing or lookout.left:
+        lookout.broken = True
     if standing:
         found = "; ".join(f"rank {r} {text}" for r, text in standing.items())
         raise BadInput(f"not all ranks call fit: {found}", place="fit")

@@ -56,6 +56,7 @@ class Lookout:
         self._ended, self._asks, self._stood = threading.Event(), False, False
         self._followed = threading.get_ident()
         self.meetings = 0  # how often all ranks have called fit
+        self.broken = False  # whether ranks have gone apart, as this one knows
         self._thread = threading.Thread(target=self._look, name="tightship-lookout", daemon=True)
         self._thread.start()
 
@@ -102,15 +103,17 @@ class Lookout:
 
     def leave(self) -> None:
         """To be called by a rank that ends, as others do not come: what it has sent to them is still there."""
+        self.broken = True
         self._store.set(f"{self._key}/left", b"1")
 
     # --- the rank that is looked at ---
 
     @property
     def left(self) -> bool:
-        """Whether others have left while this rank stood elsewhere, so that they are not to be met any more."""
+        """Whether others have left while this rank stood elsewhere, so that they are not to be met any more, or it has
+        been told already that ranks have gone apart."""
         try:
-            return self._stood and bool(self._store.check([f"{self._key}/left"]))
+            return self.broken or self._stood and bool(self._store.check([f"{self._key}/left"]))
         except RuntimeError:  # the store is gone, as will be found
             return False
 
