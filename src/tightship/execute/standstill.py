@@ -110,10 +110,10 @@ class Lookout:
 
     @property
     def left(self) -> bool:
-        """Whether others have left while this rank stood elsewhere, so that they are not to be met any more, or it has
-        been told already that ranks have gone apart."""
+        """Whether others have left while this rank stood elsewhere, so that they are not to be met any more, or this
+        rank has been told already that they have gone apart."""
         try:
-            return self.broken or self._stood and bool(self._store.check([f"{self._key}/left"]))
+            return self.broken or (self._stood and bool(self._store.check([f"{self._key}/left"])))
         except RuntimeError:  # the store is gone, as will be found
             return False
 
