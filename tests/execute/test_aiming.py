@@ -1,6 +1,7 @@
 """Plans for inner targets: moved by what replays say, and taught by them where nothing fits."""
 
 import dataclasses
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tightship import simulate
 from tightship.errors import Infeasible
-from tightship.execute import aiming
+from tightship.execute import aiming, compiled_search
 from tightship.execute.aiming import Aim, Candidate, fastest
 from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.frontends.torch.compat_inductor import NotLowered
@@ -58,7 +59,7 @@ def test_nothing_looser_is_lowered_where_hardly_any_time_is_to_be_saved(model):
 
     made.candidate = cheap
     assert [c.needed <= made.budget for c in made.run()] == [True]
-    counted.clear()
+    counted.clear(), made.known.clear()
     made.candidate = lambda plan: dataclasses.replace(cheap(plan), seconds=made.slack * 100)
     assert len(made.run()) == len(counted) > 1
 
@@ -144,3 +145,74 @@ def test_a_lesson_is_no_reason_to_end_where_nothing_fits(model):
     made = aim(model, low - 64, lambda n, nbytes: nbytes + (4096 if n.startswith("mm") else 0))
     assert len(made._aimed(1, aiming.FEW)) > 1
     assert made.learned
+
+
+def test_after_a_miss_by_few_bytes_another_plan_is_looked_at(model):
+    """Code that takes a byte too much where it is of the first plan, whose peak is some bytes below the target."""
+    whole = simulate.replay(model.graph, default.plan(model.graph, None).steps).peak
+    peak = planned(model, (least(model) + whole) // 2).peak
+    made = aim(model, peak + 1000, lambda _, n: n)
+    lowered, inner = [], made.candidate
+
+    def nearly(plan):
+        c = inner(plan)
+        lowered.append(c.needed)
+        needed = c.needed if c.needed < lowered[0] else made.budget + 1
+        return dataclasses.replace(c, needed=needed, replay=SimpleNamespace(levels=lambda: [[]]))
+
+    made.candidate = nearly
+    assert any(c.needed <= made.budget for c in made.run())
+    assert lowered[1] < lowered[0] < made.budget
+
+
+def test_no_target_is_planned_for_twice_on_the_same_model(model, monkeypatch):
+    seen, plan = [], default.plan
+
+    def counted(graph, target, *args, **kwargs):
+        seen.append((graph.columns.workspace.tobytes(), target))
+        return plan(graph, target, *args, **kwargs)
+
+    monkeypatch.setattr(default, "plan", counted)
+    low = least(model)
+    seen.clear()
+    made = aim(model, low + 64, lambda n, nbytes: nbytes + (1 << 16))
+    made.run()
+    dataclasses.replace(made, budget=made.static, learned=[], missed=[]).run()
+    assert len(seen) == len(set(seen)) > 2
+
+
+def test_what_is_written_for_memory_is_tried_before_the_least_of_what_does_not_fit():
+    """Of two graphs, at the budget and for the least bytes; whatever is found last says which graph it is of."""
+    parts = dict.fromkeys(compiled_search.CompiledSearch.__abstractmethods__)
+    kind = type("Fake", (compiled_search.CompiledSearch,), parts | {"model": object(), "static": 0})
+    first = Candidate(None, "", 9, 9, None)
+
+    def searched(fits):
+        tried = []
+
+        def search(name):
+            def of(budget, given, *, least=False):
+                tried.append((name, least))
+                if (name, least) != fits:
+                    raise Infeasible(budget=budget, lower_bound=0, best_peak=5 + len(tried), compiled=True)
+                return given
+
+            return of
+
+        plain, lean = (kind(default.Options(), None, None, looks=False) for _ in range(2))
+        plain.unplanned = None
+        plain.search, lean.search, lean.stock = search("plain"), search("lean"), lambda: first
+
+        def leans():
+            plain._leans()
+            return lean
+
+        plain.lean = leans
+        with suppress(Infeasible):
+            plain.within(1, first)
+        return tried, plain.leaned, compiled_search.LEAN in plain.notes
+
+    every = [("plain", False), ("lean", False), ("plain", True), ("lean", True)]
+    for n, fits in enumerate([*every, None]):
+        leaned = n in (1, 3, 4)
+        assert searched(fits) == (every[: n + 1], leaned, leaned)

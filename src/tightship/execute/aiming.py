@@ -3,17 +3,17 @@
 Problem: the fastest plan whose compiled code is within a budget, where a planner knows only a model of that code.
 Method: the planner aims at a target; the candidate that follows is lowered and replayed to the byte; the target moves
 by what the replay was off, between the tightest known to be too loose and the loosest that fits. What the first
-replay that does not fit had in use beyond the model becomes part of the model first; where nothing fits so, the
-planner aims by the model alone, then with more lessons, the first from what came nearest. Guarantee: every candidate
+replays that do not fit had in use beyond the model becomes part of the model first; where nothing fits so, the
+planner aims by the model alone, then with lessons again, the first from what came nearest. Guarantee: every candidate
 was replayed; none of optimality.
-Work: `FEW` lowerings, then `LOWERINGS` in each of two passes.
+Work: `FEW` lowerings, then `LOWERINGS` in each of two passes; a plan each, of a part of the planner's work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from tightship import simulate
 from tightship.errors import Infeasible
@@ -40,18 +40,25 @@ __all__ = [
     "unplanned_of",
 ]
 
-FEW = 5
-"""Candidates that are lowered at first, at most: with one lesson that is nearly always enough."""
+FEW = 6
+"""Candidates that are lowered at first, at most: with a lesson or two that is nearly always enough."""
 LOWERINGS = 8
 """Candidates that are lowered in each pass after that, at most."""
 LESSONS = 2
-"""Replays that the model learns from in the last pass, at most."""
+"""Replays that the model learns from in a pass, at most."""
 FAR = 0.05
 """Of the budget beyond the static set: what does not fit by so much is no near miss."""
 CLOSE = 0.02
 """No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
 GAIN = 0.02
 """Of a step's modeled time: nothing is lowered that is expected to save less."""
+
+NEARER = 8
+"""After a miss, the next target is lower by such a part of `CLOSE` at least, then by twice as much each time."""
+
+WORK = 10
+"""By what the work of a plan is divided: what code takes that no model knows makes more difference than its last part
+of a percent."""
 
 ORDERED = 0.25
 """Of a plan's time limit: the order is decided within it."""
@@ -129,10 +136,20 @@ class Model(Protocol):
     def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph: ...
 
 
+class _Aimed(NamedTuple, Generic[T]):
+    """What follows from a target: the candidate and the ``peak`` of its plan as the model has it; or the ``least``
+    that the planner reaches on its model; or nothing, where the compiler fails."""
+
+    candidate: Candidate[T] | None = None
+    peak: int = 0
+    least: int | None = None
+
+
 @dataclass
 class Aim(Generic[T]):
     """Aims plans of ``model`` at ``budget``, of which ``static`` bytes are always in use. ``candidate`` lowers and
-    replays what a plan says. ``workspaces``: of kernels of somebody else's, by node, where a replay has them."""
+    replays what a plan says. ``workspaces``: of kernels of somebody else's, by node, where a replay has them.
+    ``known``: what other aims at this model came to, by what the model had learned and the target."""
 
     model: Model
     options: default.Options
@@ -140,29 +157,27 @@ class Aim(Generic[T]):
     budget: int
     static: int
     workspaces: Mapping[str, int] = field(default_factory=dict)
+    known: dict[tuple[bytes, int], _Aimed[T]] = field(default_factory=dict)
     learned: list[Candidate[T]] = field(default_factory=list)
     missed: list[Candidate[T]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.start = self.graph = with_workspaces(self.model.graph, self.model.calls, self.workspaces)
-        self.options = replace(self.options, place=False, reuse=False)
+        self.options = replace(self.options, place=False, reuse=False, work=self.options.work // WORK)
         self.slack = GAIN * sum(op.time for op in self.graph.ops)
         self.unplanned = simulate.replay(self.graph, simulate.baseline(self.graph)).peak
 
     def run(self) -> list[Candidate[T]]:
         """What was looked at: some of it is within the budget, or nothing that the planner came to is."""
         found: list[Candidate[T]] = []
-        for lessons, most in ((1, FEW), (0, LOWERINGS), (LESSONS, LOWERINGS)):
+        for lessons, most in ((LESSONS, FEW), (0, LOWERINGS), (LESSONS, LOWERINGS)):
             self.graph = self.start
             self.learned.clear()
-            if lessons == LESSONS and found:
+            if lessons and found:
                 self._learns(min(found, key=lambda c: c.needed))
             found += self._aimed(lessons, most)
             if any(c.needed <= self.budget for c in found):
                 break
-        if self.budget > self.static and not any(c.needed <= self.budget for c in found):
-            # As for a budget below everything: what that would come to, and report, can be had.
-            found += replace(self, budget=self.static, learned=[], missed=[]).run()
         self.missed = [c for c in found if c.needed - self.budget > FAR * (self.budget - self.static)]
         return found
 
@@ -172,20 +187,18 @@ class Aim(Generic[T]):
 
     def _aimed(self, lessons: int, most: int) -> list[Candidate[T]]:
         found: list[Candidate[T]] = []
-        close = CLOSE * (self.budget - self.static)
-        low, high, target = self.static, None, self.budget
+        close = int(CLOSE * (self.budget - self.static))
+        low, high, target, nearer = self.static, None, self.budget, close // NEARER
         reached: int | None = None  # the least that the planner came to
         for _ in range(most):
-            c, least = self._at(target)
-            if c is None:
-                if least is None:
-                    break
+            c, modeled, least = self._at(target)
+            if least is not None:
                 if (high is not None and least >= high) or (reached is not None and least >= reached):
                     break
                 reached = low = target = least
-                c, _ = self._at(least)
-                if c is None:
-                    break
+                c, modeled, _ = self._at(least)
+            if c is None:
+                break
             found.append(c)
             off = self.budget - c.needed
             if off < 0 and len(self.learned) < lessons and self._learns(c):
@@ -195,9 +208,10 @@ class Aim(Generic[T]):
                 low = max(low, target)
                 if off <= close or self._gain(c, off) <= self.slack:
                     break
+                next_ = target + off
             else:
                 high = target if high is None else min(high, target)
-            next_ = target + off
+                next_, nearer = min(target + off, modeled - nearer), 2 * nearer
             if high is not None and not low < next_ < high:
                 next_ = (low + high) // 2
             if next_ == target or (high is not None and high - low <= close):
@@ -226,14 +240,18 @@ class Aim(Generic[T]):
         order = default.order_of(graph, o, self.unplanned, Deadline.after(ORDERED * o.seconds), target)
         return replace(default.problem_of(graph, order, o), in_place=True)
 
-    def _at(self, target: int) -> tuple[Candidate[T] | None, int | None]:
-        """The candidate for an inner target; or the least that the planner reaches on its model; or nothing, where
-        the compiler fails at it."""
+    def _at(self, target: int) -> _Aimed[T]:
+        key = self.graph.columns.workspace.tobytes(), target
+        if key not in self.known:
+            self.known[key] = self._planned(target)
+        return self.known[key]
+
+    def _planned(self, target: int) -> _Aimed[T]:
         try:
-            plan = default.plan(self.graph, target, self.options, problem=self._problem(target))
+            plan = default.plan(self.graph, target, self.options, problem=self._problem(target), prove=False)
         except Infeasible as error:
-            return None, error.best_peak
-        graph = self.model.graph
+            return _Aimed(least=error.best_peak)
+        graph, peak = self.model.graph, plan.peak
         if self.graph is not graph:  # what was learned is not of the model that plans are kept for
             line = simulate.replay(graph, plan.steps)
             plan = replace(
@@ -241,9 +259,9 @@ class Aim(Generic[T]):
                 time_bound=0.0,
             )  # fmt: skip
         try:
-            return self.candidate(plan), None
+            return _Aimed(self.candidate(plan), peak)
         except NotLowered:
-            return None, None
+            return _Aimed()
 
 
 def found_or_kept(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from msgspec import structs
 
@@ -82,6 +83,7 @@ class CompiledSearch(ABC, Generic[T]):
         self.notes: list[str] = []
         self.failed: list[str] = []  # why Inductor failed at candidates
         self.seen: dict[Hashable, Candidate[T]] = {}
+        self.aimed: dict[Any, Any] = {}  # what aims came to, by what they were at
 
     # --- what a kind of candidates is ---
 
@@ -165,8 +167,7 @@ class CompiledSearch(ABC, Generic[T]):
 
     def _instead(self, row: Partition) -> Candidate[T]:
         """What was found for another budget, where this search has found nothing."""
-        self.leaned = False
-        self.notes[:] = [n for n in self.notes if n != LEAN]
+        self._stays()
         return self.again(row)
 
     def _least_row(self) -> Partition:
@@ -211,22 +212,42 @@ class CompiledSearch(ABC, Generic[T]):
         return self.seed(row.share) if known else None
 
     def within(self, budget: int, first: Candidate[T]) -> Candidate[T]:
-        """The fastest within the budget; of the lean graph only where there is none. Raises ``Infeasible``."""
+        """The fastest within the budget; of the lean graph only where there is none. Where nothing fits, the least of
+        both is looked for, whatever the budget is, so that what is reported can be had; it may fit. Raises
+        ``Infeasible``."""
+        reached = [first.needed]
+        best = self._tried(self, budget, first, reached)
+        lean = self.lean() if best is None else None
+        other: Candidate[T] | None = None
+        if lean is not None:
+            lean.unplanned, lean.count = self.unplanned, self.count
+            with suppress(NotLowered):
+                other = lean.stock()
+            best = other and self._tried(lean, budget, other, reached)
+        if best is None and self.model is not None and budget > self.static:
+            self._stays()
+            best = self._tried(self, budget, first, reached, least=True)
+            if best is None and lean is not None and other is not None:
+                self._leans()
+                best = self._tried(lean, budget, other, reached, least=True)
+        if best is None:
+            raise Infeasible(
+                budget=budget, lower_bound=self.static, best_peak=min(reached), compiled=True
+            ) from None
+        return best
+
+    def _tried(
+        self, search: CompiledSearch[T], budget: int, first: Candidate[T], reached: list[int], *, least: bool = False
+    ) -> Candidate[T] | None:  # fmt: skip
+        """What a search, of this graph or the lean one, finds; or what it has ``reached``."""
+        search.count = self.count
         try:
-            return self.search(budget, first)
+            return search.search(budget, first, least=least)
         except Infeasible as error:
-            lean = self.lean()
-            if lean is None:
-                raise
-            reached = error.best_peak
-        lean.unplanned, lean.count = self.unplanned, self.count
-        try:
-            return lean.search(budget, lean.stock())
-        except (Infeasible, NotLowered) as error:
-            best = min(reached, error.best_peak) if isinstance(error, Infeasible) else reached
-            raise Infeasible(budget=budget, lower_bound=self.static, best_peak=best, compiled=True) from None
+            reached.append(error.best_peak)
+            return None
         finally:
-            self.count = lean.count
+            self.count = search.count
 
     def lean(self) -> CompiledSearch[T] | None:
         """The search on the graph as it is written for memory: what is chosen is of it from now on."""
@@ -238,18 +259,29 @@ class CompiledSearch(ABC, Generic[T]):
         graph = lean.model.graph
         beyond = simulate.replay(graph, simulate.baseline(graph)).peak - graph.static_bytes
         lean.dead = max(beyond // _DEAD, 1)
-        self.notes.append(LEAN)
-        self.leaned, self.lean_search, lean.notes, lean.failed = True, lean, self.notes, self.failed
+        self.lean_search, lean.notes, lean.failed = lean, self.notes, self.failed
+        self._leans()
         return lean
 
-    def search(self, budget: int, first: Candidate[T]) -> Candidate[T]:
-        """The fastest within the budget of this graph. Raises ``Infeasible``."""
+    def _leans(self) -> None:
+        self.leaned = True
+        self.notes.append(LEAN)
+
+    def _stays(self) -> None:
+        """What is chosen is of this graph, not of the lean one."""
+        self.leaned = False
+        self.notes[:] = [n for n in self.notes if n != LEAN]
+
+    def search(self, budget: int, first: Candidate[T], *, least: bool = False) -> Candidate[T]:
+        """The fastest within the budget of this graph; or what comes to the ``least`` bytes, if it is within the
+        budget. Raises ``Infeasible``."""
         model, static = self.model, self.static
         if model is None:
             return fastest([first], STOCK, self, budget, static)
-        aim = Aim(model, self.options, self.ours, budget, static, first.workspaces())
+        target = static if least else budget
+        aim = Aim(model, self.options, self.ours, target, static, first.workspaces(), self.aimed)
         found = [first, *aim.run()]
-        return fastest(found, self.shares, self, budget, static, aim)
+        return fastest(found, () if least else self.shares, self, budget, static, aim)
 
     # --- candidates ---
 
