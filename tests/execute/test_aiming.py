@@ -1,7 +1,6 @@
 """Plans for inner targets: moved by what replays say, and taught by them where nothing fits."""
 
 import dataclasses
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -184,35 +183,45 @@ def test_no_target_is_planned_for_twice_on_the_same_model(model, monkeypatch):
 def test_what_is_written_for_memory_is_tried_before_the_least_of_what_does_not_fit():
     """Of two graphs, at the budget and for the least bytes; whatever is found last says which graph it is of."""
     parts = dict.fromkeys(compiled_search.CompiledSearch.__abstractmethods__)
-    kind = type("Fake", (compiled_search.CompiledSearch,), parts | {"model": object(), "static": 0})
-    first = Candidate(None, "", 9, 9, None)
+    kind = type("Fake", (compiled_search.CompiledSearch,), parts | {"model": object(), "static": 100})
+    first = Candidate(None, "", 999, 999, None)
 
-    def searched(fits):
+    def searched(fits, peaks):
         tried = []
 
-        def search(name):
+        def search(own, name):
             def of(budget, given, *, least=False):
                 tried.append((name, least))
+                own.count += 1
                 if (name, least) != fits:
-                    raise Infeasible(budget=budget, lower_bound=0, best_peak=5 + len(tried), compiled=True)
+                    raise Infeasible(
+                        budget=budget, lower_bound=0, best_peak=peaks[len(tried) - 1], compiled=True
+                    )
                 return given
 
             return of
 
         plain, lean = (kind(default.Options(), None, None, looks=False) for _ in range(2))
         plain.unplanned = None
-        plain.search, lean.search, lean.stock = search("plain"), search("lean"), lambda: first
+        plain.search, lean.search, lean.stock = search(plain, "plain"), search(lean, "lean"), lambda: first
 
         def leans():
             plain._leans()
             return lean
 
         plain.lean = leans
-        with suppress(Infeasible):
-            plain.within(1, first)
-        return tried, plain.leaned, compiled_search.LEAN in plain.notes
+        try:
+            peak = plain.within(500, first).peak
+        except Infeasible as no:
+            assert (no.budget, no.lower_bound) == (500, 100)
+            peak = no.best_peak
+        assert plain.count == len(tried)
+        return tried, plain.leaned, compiled_search.LEAN in plain.notes, peak
 
     every = [("plain", False), ("lean", False), ("plain", True), ("lean", True)]
-    for n, fits in enumerate([*every, None]):
-        leaned = n in (1, 3, 4)
-        assert searched(fits) == (every[: n + 1], leaned, leaned)
+    for n, fits in enumerate(every):
+        leaned = n in (1, 3)
+        assert searched(fits, (900, 900, 900, 900)) == (every[: n + 1], leaned, leaned, first.peak)
+    for k in range(4):
+        peaks = [700 if k == n else 900 for n in range(4)]
+        assert searched(None, peaks) == (every, True, True, 700)

@@ -1762,30 +1762,6 @@ def test_images_of_grouped_convolutions_are_left_as_they_lie():
             assert turned == (n.args[8] == 1)
 
 
-def test_the_least_peak_is_that_of_both_ways_to_write_a_graph():
-    def missed(peak):
-        def search(budget, _first):
-            raise errors.Infeasible(budget=budget, lower_bound=100, best_peak=peak, compiled=True)
-
-        return search
-
-    def searching(peak, count, lean=None):
-        search = object.__new__(torch_inductor_search.Search)
-        search.search, search.count, search.unplanned = missed(peak), count, SimpleNamespace(static=100)
-        search.lean, search.stock = lambda: lean, lambda: None
-        return search
-
-    for first, second in ((900, 700), (700, 900)):
-        search = searching(first, 3, searching(second, 0))
-        with pytest.raises(errors.Infeasible) as no:
-            search.within(500, None)
-        assert (no.value.best_peak, no.value.budget, no.value.lower_bound) == (700, 500, 100)
-        assert search.count == 3
-    with pytest.raises(errors.Infeasible) as no:
-        searching(900, 3).within(500, None)
-    assert no.value.best_peak == 900
-
-
 def test_kernels_end_where_much_could_be_given_back():
     """Inductor writes loops one after the other into one kernel, and gives nothing back before all of it has run."""
     from torch._inductor.codegen.cpp import CppScheduling

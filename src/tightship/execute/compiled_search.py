@@ -215,7 +215,7 @@ class CompiledSearch(ABC, Generic[T]):
         """The fastest within the budget; of the lean graph only where there is none. Where nothing fits, the least of
         both is looked for, whatever the budget is, so that what is reported can be had; it may fit. Raises
         ``Infeasible``."""
-        reached = [first.needed]
+        reached: list[int] = []
         best = self._tried(self, budget, first, reached)
         lean = self.lean() if best is None else None
         other: Candidate[T] | None = None
