@@ -206,6 +206,49 @@ def test_donated_arguments_and_static_ones_are_as_in_jit() -> None:
     assert given["up"].is_deleted() and fitted.fits[0].memory.aliased > 0 and fitted.fits[0].repeated > 0
 
 
+@pytest.mark.parametrize("name", ["prim", "args", "params", "name"])
+def test_parameters_of_a_primitive_have_any_name(name) -> None:
+    """Also those that the policies of `jax.checkpoint` have for their own arguments, as in equinox's primitives."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, mlir
+
+    as_it_is = Primitive("as_it_is")
+    as_it_is.def_abstract_eval(lambda x, **_: x)
+    ad.deflinear2(as_it_is, lambda ct, x, **_: [ct])
+    mlir.register_lowering(as_it_is, mlir.lower_fun(lambda x, **_: 1.0 * x, multiple_results=False))
+
+    def forward(params, x):
+        def body(x, w):
+            return as_it_is.bind(layer(x, w), **{name: "x"}), None
+
+        return jax.lax.scan(body, x, params)[0]
+
+    step = step_of(forward)
+    fitted = tightship.jax.fit(step, "static+50%")
+    assert same(fitted(weights(), X), jax.jit(step)(weights(), X))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+
+
+@pytest.mark.parametrize("start", [0.0, np.float32(0), jnp.float32(0), 0])
+def test_loops_that_begin_with_numbers_are_written_again(start) -> None:
+    """As sums of losses over minibatches do."""
+
+    def step(params, xs):
+        def body(sums, x):
+            loss, grads = jax.value_and_grad(lambda p: (in_a_scan(p, x) ** 2).mean())(params)
+            total = (sums[0] + loss).astype(jnp.result_type(sums[0]))
+            return (total, jax.tree.map(jnp.add, sums[1], grads)), loss
+
+        begin = start, jax.tree.map(jnp.zeros_like, params)
+        (total, grads), losses = jax.lax.scan(body, begin, xs)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), total, losses
+
+    xs = jnp.stack([X, 2 * X])
+    fitted = tightship.jax.fit(step, "static+50%")
+    assert same(fitted(weights(), xs), jax.jit(step)(weights(), xs))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+
+
 def test_random_bits_and_effects_happen_once(capsys) -> None:
     def step(params, x, key):
         def loss(p):

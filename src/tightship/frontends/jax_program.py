@@ -579,10 +579,10 @@ def is_divided(aval: Any) -> bool:
 
 
 def never(tokens: Sequence[Any]) -> Any:
-    """False, once arrays are there, which XLA cannot know; None where none of them can tell."""
-    told = [
-        t for t in tokens if _tells(a := jax.typeof(t)) and not varying(a) and not is_divided(jax.typeof(t))
-    ]
+    """False, once arrays are there, which XLA cannot know; None where none of them can tell. What is no array of the
+    program, as a number that a loop begins with, XLA knows."""
+    arrays = (t for t in tokens if isinstance(t, jax.core.Tracer))
+    told = [t for t in arrays if _tells(a := jax.typeof(t)) and not varying(a) and not is_divided(a)]
     return ~functools.reduce(operator.and_, map(_always, told)) if told else None
 
 

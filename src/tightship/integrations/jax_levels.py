@@ -513,8 +513,10 @@ def _steps_of_policy(ops: Ops, frame: _Frame, policy: str) -> Steps:
 
 
 def _saved(saves: Any, made: Any) -> bool:
-    """Whether a policy saves the results of a jaxpr's equation."""
-    return saves(made.primitive, *(x.aval for x in made.invars), **made.params) is True
+    """Whether a policy saves the results of a jaxpr's equation. A parameter named as JAX's policies name the
+    primitive (equinox's `noinline` has one) cannot be given to them, and none of them reads it."""
+    params = {name: x for name, x in made.params.items() if name != "prim"}
+    return saves(made.primitive, *(x.aval for x in made.invars), **params) is True
 
 
 def _all_saved(saves: Any, equations: Iterable[Any]) -> Iterator[bool]:
