@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tightship
 from tightship import api, sources
 from tightship.cli import main
 from tightship.errors import BadInput, TightshipError, Unsupported
 from tightship.frontends.tflite import Reader, lower, read
+from tightship.graph import aligned
 from tightship.integrations.tflite_write import METADATA, arena_problem, planned_model
 
 DATA = Path(__file__).parent.parent / "data" / "tflite"
 """Models as TensorFlow 2.21 converts them: three branches of convolutions, in float32 and in int8, and a loop with a
-branch behind it."""
-MODELS = ("branchy", "int8", "loop")
+branch behind it; three dense layers whose weights are of half precision."""
+MODELS = ("branchy", "half", "int8", "loop")
 
 
 def test_a_file_is_read_as_it_is() -> None:
@@ -73,6 +75,41 @@ def test_loops_and_branches_call_their_subgraphs() -> None:
     graph = lower(read(DATA / "loop.tflite")).graph
     called = {o.target: [len(g.ops) for g in o.calls] for o in graph.ops if o.calls}
     assert called.keys() == {"WHILE", "IF"} and all(len(c) == 2 for c in called.values())
+
+
+def test_weights_that_are_made_wider_are_there_from_run_to_run() -> None:
+    """LiteRT dequantizes weights once, into bytes that nothing else may have: no order makes them fewer."""
+    path = DATA / "half.tflite"
+    program = lower(read(path))
+    own = {t: program.model.subgraphs[0].tensors[t] for t in _made_wider(program)}
+    assert len(own) == 3
+    states = [s.size for s in program.graph.storages if s.kind == "state"]
+    assert sum(states) == sum(aligned(t.nbytes or 0) for t in own.values())
+    plan = tightship.plan(path)
+    assert plan.peak_before == plan.peak >= sum(states)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ai_edge_litert") is None, reason="LiteRT is not installed")
+def test_litert_gives_the_bytes_of_wider_weights_to_nothing_else() -> None:
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    path = str(DATA / "half.tflite")
+    resolver = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    interpreter = Interpreter(path, experimental_op_resolver_type=resolver, num_threads=1)
+    interpreter.allocate_tensors()
+    program = lower(read(Path(path)))
+    places = {}
+    for o in program.model.subgraphs[0].operators:
+        for t in o.outputs:
+            held = interpreter.tensor(t)()
+            places[t] = (held.__array_interface__["data"][0], held.nbytes)
+    for t in _made_wider(program):
+        (a, n), others = places[t], [x for k, x in places.items() if k != t]
+        assert all(b + m <= a or a + n <= b for b, m in others)
+
+
+def _made_wider(program: Any) -> list[int]:
+    return [t for o in program.model.subgraphs[0].operators if o.kind == "DEQUANTIZE" for t in o.outputs]
 
 
 @pytest.mark.parametrize("name", MODELS)

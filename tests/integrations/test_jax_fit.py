@@ -15,6 +15,7 @@ import tightship  # noqa: E402
 from tightship.errors import BadInput, Infeasible  # noqa: E402
 from tightship.frontends.jax_program import Ops, _chosen, inlined  # noqa: E402
 from tightship.integrations.jax_fit import FittedStep  # noqa: E402
+from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out  # noqa: E402
 from tightship.integrations.jax_levels import (  # noqa: E402
     POLICIES,
     Planner,
@@ -204,6 +205,110 @@ def test_donated_arguments_and_static_ones_are_as_in_jit() -> None:
     given = weights()
     assert same(fitted(given, X, 3), jax.jit(step, static_argnums=2)(weights(), X, 3))
     assert given["up"].is_deleted() and fitted.fits[0].memory.aliased > 0 and fitted.fits[0].repeated > 0
+
+
+@pytest.mark.parametrize("name", ["prim", "args", "params", "name"])
+def test_parameters_of_a_primitive_have_any_name(name) -> None:
+    """Also those that the policies of `jax.checkpoint` have for their own arguments, as in equinox's primitives."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, mlir
+
+    as_it_is = Primitive("as_it_is")
+    as_it_is.def_abstract_eval(lambda x, **_: x)
+    ad.deflinear2(as_it_is, lambda ct, x, **_: [ct])
+    mlir.register_lowering(as_it_is, mlir.lower_fun(lambda x, **_: 1.0 * x, multiple_results=False))
+
+    def forward(params, x):
+        def body(x, w):
+            return as_it_is.bind(layer(x, w), **{name: "x"}), None
+
+        return jax.lax.scan(body, x, params)[0]
+
+    step = step_of(forward)
+    fitted = tightship.jax.fit(step, "static+50%")
+    assert same(fitted(weights(), X), jax.jit(step)(weights(), X))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+
+
+@pytest.mark.parametrize("start", [0.0, np.float32(0), jnp.float32(0), 0])
+def test_loops_that_begin_with_numbers_are_written_again(start) -> None:
+    """As sums of losses over minibatches do."""
+
+    def step(params, xs):
+        def body(sums, x):
+            loss, grads = jax.value_and_grad(lambda p: (in_a_scan(p, x) ** 2).mean())(params)
+            total = (sums[0] + loss).astype(jnp.result_type(sums[0]))
+            return (total, jax.tree.map(jnp.add, sums[1], grads)), loss
+
+        begin = start, jax.tree.map(jnp.zeros_like, params)
+        (total, grads), losses = jax.lax.scan(body, begin, xs)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), total, losses
+
+    xs = jnp.stack([X, 2 * X])
+    fitted = tightship.jax.fit(step, "static+50%")
+    assert same(fitted(weights(), xs), jax.jit(step)(weights(), xs))
+    assert fitted.fits[0].memory.total <= fitted.fits[0].budget
+
+
+def _solver(step, turns):
+    """A Hessian's products with a vector, in a loop of some kind."""
+
+    def run(params, x):
+        grad = jax.grad(lambda p: (in_a_row(p, x) ** 2).mean())
+
+        def product(v):
+            return jax.jvp(grad, (params,), (v,))[1]
+
+        def turn(v):
+            return jax.tree.map(lambda a, b: a + 0.1 * b, v, product(v))
+
+        return jax.tree.map(lambda p, d: p - 0.1 * d, params, step(turn, grad(params), turns))
+
+    return run
+
+
+def _by_scan(turn, v, turns):
+    return jax.lax.scan(lambda v, _: (turn(v), None), v, None, turns)[0]
+
+
+def _by_while(turn, v, turns):
+    return jax.lax.while_loop(lambda c: c[1] < turns, lambda c: (turn(c[0]), c[1] + 1), (v, 0))[0]
+
+
+def _by_cg(turn, v, turns):
+    return jax.scipy.sparse.linalg.cg(turn, v, maxiter=turns)[0]
+
+
+@pytest.mark.parametrize("loop", [_by_scan, _by_while, _by_cg])
+def test_what_is_alike_in_every_turn_of_a_loop_stays_in_it_where_there_is_no_room(loop) -> None:
+    """XLA moves it out of the loop, and keeps all that the loop reads of it."""
+    step, params = _solver(loop, 4), {name: p[:2] for name, p in separate(weights()).items()}
+    fitted = tightship.jax.fit(step, "static+60%")
+    got, expected = fitted(params, X), jax.jit(step)(params, X)
+    leaves = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    assert all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in leaves)
+    (fit,) = fitted.fits
+    assert fit.memory.total <= fit.budget and fit.memory.temporaries <= 0.6 * fit.before.temporaries
+
+
+def test_what_xla_moves_out_of_a_loop_is_counted_while_the_loop_runs() -> None:
+    """Products of constants of the loop, but neither what reads what it carries nor views of it."""
+
+    def run(a, x):
+        def body(x, _):
+            big = jnp.tanh(a @ a)
+            return x + (big.T @ x), None
+
+        return jax.lax.scan(body, x, None, 3)[0]
+
+    a, x = jnp.ones((128, 128)), jnp.ones(128)
+    (e,) = [e for e in program_of(jax.make_jaxpr(run)(a, x)).equations if e.name == "scan"]
+    (body,) = bodies_of(e)
+    size = 4 * 128 * 128
+    moved = moved_out(body, constants_of(e), unplanned_bytes)
+    assert size < moved <= 3 * size
+    assert moved_out(body, 0, unplanned_bytes) is None
+    assert flops_moved_out(body, constants_of(e)) == 2 * 128**3
 
 
 def test_random_bits_and_effects_happen_once(capsys) -> None:

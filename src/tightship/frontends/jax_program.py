@@ -166,7 +166,7 @@ class Program:
         for e in jaxpr.eqns:
             given = tuple(map(read, e.invars))
             behind = backward or "transpose" in str(e.source_info.name_stack)
-            inner = _inlines(e)
+            inner, given = _inlines(e, given)
             if inner is not None:
                 again = remat or bool(e.params.get("differentiated"))
                 open_, closed_over = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
@@ -283,19 +283,24 @@ def _parameters(params: Mapping[str, Any]) -> Iterator[Hashable]:
         yield name, held
 
 
-def _inlines(e: Any) -> Any:
-    """The jaxpr of a call that means the same written out: a call that shards its arguments does not."""
+def _inlines(e: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The jaxpr of a call that means the same written out (a call that shards its arguments does not), and what of
+    the operands it takes."""
+    if e.primitive.name == "custom_linear_solve":  # differentiated already: only its solver is left to run
+        parts, each = e.params["jaxprs"], e.params["const_lengths"]
+        at = each.matvec + each.vecmat
+        return parts.solve, (*given[at : at + each.solve], *given[sum(each) :])
     if e.primitive.name not in _CALLS:
-        return None
+        return None, given
     if any(
         "Unspecified" not in type(s).__name__
         for k in ("in_shardings", "out_shardings")
         for s in e.params.get(k, ())
     ):
-        return None
+        return None, given
     inner = called(e)
     jaxpr = getattr(inner, "jaxpr", inner)
-    return inner if jaxpr is not None and len(jaxpr.invars) == len(e.invars) else None
+    return (inner if jaxpr is not None and len(jaxpr.invars) == len(e.invars) else None), given
 
 
 class Ops:
@@ -458,17 +463,22 @@ def on_values(
     hold: str,
     inputs: Sequence[int] | None = None,
     outputs: Sequence[Any] | None = None,
+    alike: int = 0,
 ) -> Callable[..., list[Any]]:
     """A function of ``inputs`` (the program's) that runs ``steps``: (whether it is done again, op), and returns
     ``outputs`` (the program's). What is done again reads its operands through `late`, by ``hold``, so that XLA
-    neither merges it with the first time nor runs it before its turn."""
+    neither merges it with the first time nor runs it before its turn. So does, in a loop, what follows from its first
+    ``alike`` inputs alone, the same ones in every turn: XLA would move it out of the loop."""
     program = ops.program
     given = program.inputs if inputs is None else inputs
     wanted = program.outputs if outputs is None else outputs
     needed = _needed(ops, steps, wanted)
+    in_turn = _follows(ops, given[:alike]) if alike else []
 
     def run(*args: Any) -> list[Any]:
         known = dict(program.constants) | dict(zip(given, args, strict=True))
+        turn = [x for x in args[alike:] if _tells(jax.typeof(x))]
+        held = late(ops, in_turn, known, turn, hold) if in_turn and turn else {}
         before: dict[
             int, None
         ] = {}  # what is computed before the next repetition, and read by nothing before it
@@ -476,7 +486,7 @@ def on_values(
         while at < len(steps):
             again, op = steps[at]
             if not again:
-                known |= ops.compute(op, known)
+                known |= ops.compute(op, known | held if op in in_turn else known)
                 for v in ops.reads(ops.members[op]):
                     before.pop(v, None)
                 before |= dict.fromkeys(v for v in needed[at] if _tells(program.avals[v]))
@@ -494,6 +504,17 @@ def on_values(
         return [known[x] if isinstance(x, int) else array_of(x) for x in wanted]
 
     return run
+
+
+def _follows(ops: Ops, inputs: Sequence[int]) -> list[int]:
+    """The ops that follow from inputs and constants alone."""
+    known, found = {*inputs, *ops.program.constants}, []
+    for op, row in enumerate(ops.members):
+        reads = ops.reads(row)
+        if reads and known.issuperset(reads) and not ops.graph.ops[op].effect:
+            known.update(ops.results[op])
+            found.append(op)
+    return found
 
 
 def _needed(ops: Ops, steps: Sequence[tuple[bool, int]], outputs: Sequence[Any]) -> list[list[int]]:
@@ -579,10 +600,10 @@ def is_divided(aval: Any) -> bool:
 
 
 def never(tokens: Sequence[Any]) -> Any:
-    """False, once arrays are there, which XLA cannot know; None where none of them can tell."""
-    told = [
-        t for t in tokens if _tells(a := jax.typeof(t)) and not varying(a) and not is_divided(jax.typeof(t))
-    ]
+    """False, once arrays are there, which XLA cannot know; None where none of them can tell. What is no array of the
+    program, as a number that a loop begins with, XLA knows."""
+    arrays = (t for t in tokens if isinstance(t, jax.core.Tracer))
+    told = [t for t in arrays if _tells(a := jax.typeof(t)) and not varying(a) and not is_divided(a)]
     return ~functools.reduce(operator.and_, map(_always, told)) if told else None
 
 

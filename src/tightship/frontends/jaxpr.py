@@ -205,6 +205,8 @@ def flops_of(e: Any) -> int:
         kernel = e.invars[1].aval.shape
         return 2 * out * math.prod(kernel) // max(1, kernel[e.params["dimension_numbers"].rhs_spec[0]])
     held = [x for p in e.params.values() for x in (p if isinstance(p, (tuple, list)) else (p,))]
+    if e.primitive.name == "custom_linear_solve":  # beside its solver it has what gradients are made of
+        held = [e.params["jaxprs"].solve]
     bodies: list[Any] = [j for x in held if hasattr(j := getattr(x, "jaxpr", x), "eqns")]
     each = sum(flops_of(x) for body in bodies for x in body.eqns)
     return each * int(e.params.get("length", 1)) if e.primitive.name == "scan" else each

@@ -336,8 +336,12 @@ def _graph(g: Subgraph, calls: Sequence[tuple[Graph, ...]], name: str, place: st
             if t >= 0 and t not in value_of:
                 own(t)
         ins = tuple(value_of[t] for t in o.inputs if t >= 0)
-        outs = []
-        for t in (t for t in o.outputs if t >= 0):
+        outs, held = [], _held(g, o) if not inner else ()
+        for t in held:
+            value_of[t] = builder.tensor(names[t], size(t), g.tensors[t].dtype, g.tensors[t].shape, "state")
+            builder.inputs.append(value_of[t])
+        ins += tuple(value_of[t] for t in held)
+        for t in (t for t in o.outputs if t >= 0 and t not in held):
             storage = _view(g, o, t, value_of, builder)
             if storage is None:
                 kind = "output" if t in g.outputs else "activation"
@@ -345,6 +349,7 @@ def _graph(g: Subgraph, calls: Sequence[tuple[Graph, ...]], name: str, place: st
             value_of[t] = builder.value(names[t], storage, g.tensors[t].dtype, g.tensors[t].shape)
             outs.append(value_of[t])
         written = {builder.storage_of(value_of[t]) for t in o.inputs if t >= 0 and g.tensors[t].variable}
+        written |= {builder.storage_of(value_of[t]) for t in held}
         flops, made = _flops(g, o), sum(g.tensors[t].nbytes or 0 for t in (*o.inputs, *o.outputs) if t >= 0)
         carried = sum(size(t) for t in o.inputs if t >= 0) if o.kind == "WHILE" else 0
         scratch = sum(size(t) for t in o.intermediates if t >= 0)
@@ -367,6 +372,15 @@ def _graph(g: Subgraph, calls: Sequence[tuple[Graph, ...]], name: str, place: st
     callers = set(map(builder.storage_of, builder.inputs))
     results = [value_of[t] for t in g.outputs if builder.storage_of(value_of[t]) not in callers]
     return builder.graph(tuple(dict.fromkeys(results)), name, {"source": "tflite"})
+
+
+def _held(g: Subgraph, o: Operator) -> tuple[int, ...]:
+    """Results that LiteRT keeps from one run to the next: what is made of weights that the file holds in another type
+    (half precision) is made in the first one."""
+    source = o.inputs[0] if o.inputs else -1
+    if o.kind not in ("DEQUANTIZE", "DENSIFY") or source < 0 or not g.tensors[source].constant:
+        return ()
+    return tuple(t for t in o.outputs if t >= 0 and t not in g.outputs)
 
 
 def _view(g: Subgraph, o: Operator, t: int, value_of: dict[int, int], builder: GraphBuilder) -> int | None:

@@ -19,6 +19,7 @@ from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.jax_program import Equation, Ops, Program, on_values
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import Graph, Op, aligned
+from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out
 from tightship.integrations.jax_regions import (
     ROWWISE,
     Pair,
@@ -349,8 +350,11 @@ class Planner:
         ):
             return e
         if key not in self._inner:
+            bodies = [self._within(b) for b in bodies_of(e)]
+            moved = [moved_out(b, constants_of(e), unplanned_bytes) for b in bodies]
+            rows = zip(bodies, moved, strict=True)
             most = max(
-                (unplanned_bytes(b) - _given_out(e, b) for b in map(self._within, bodies_of(e))), default=0
+                (unplanned_bytes(b) - _given_out(e, b) if out is None else out for b, out in rows), default=0
             )
             self._inner[key] = e.bodies or e.made, most * devices_of(e)
         return replace(e, inner=self._inner[key][1])
@@ -389,15 +393,17 @@ class Planner:
             inner = max(level.peak - own for level, own in zip(levels, given_out, strict=True)) * many
             if inner >= e.inner:
                 continue
-            functions = [on_values(level.ops, level.steps, self.hold) for level in levels]
+            alike = constants_of(e)
+            functions = [on_values(level.ops, level.steps, self.hold, alike=alike) for level in levels]
             n = int(e.made.params["length"]) if e.name == "scan" else 1
             more = n * sum(level.flops for level in levels) - replace(e, more=0).flops
+            held = sum(flops_moved_out(body, alike) for body in bodies) * max(1, n - 1)
             equations[i] = replace(
                 e,
                 instead=with_functions(e, functions),
                 bodies=(),
                 inner=inner,
-                more=more if e.name != "while" else e.more,
+                more=held + (more if e.name != "while" else e.more),
             )
             again += sum(level.again for level in levels)
         return replace(program, equations=equations), again
@@ -513,8 +519,10 @@ def _steps_of_policy(ops: Ops, frame: _Frame, policy: str) -> Steps:
 
 
 def _saved(saves: Any, made: Any) -> bool:
-    """Whether a policy saves the results of a jaxpr's equation."""
-    return saves(made.primitive, *(x.aval for x in made.invars), **made.params) is True
+    """Whether a policy saves the results of a jaxpr's equation. A parameter named as JAX's policies name the
+    primitive (equinox's `noinline` has one) cannot be given to them, and none of them reads it."""
+    params = {name: x for name, x in made.params.items() if name != "prim"}
+    return saves(made.primitive, *(x.aval for x in made.invars), **params) is True
 
 
 def _all_saved(saves: Any, equations: Iterable[Any]) -> Iterator[bool]:

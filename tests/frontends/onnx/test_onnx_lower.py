@@ -480,6 +480,62 @@ def test_R14_loops_count_what_a_turn_needs(tmp_path):  # noqa: N802
     assert graph.ops[0].flops >= 5 * 2 * 16**3
 
 
+def counted(start, limit, step, trips=None, told=True):
+    """A Loop that goes on while a counter is below the size of ``x`` (or ``limit``), as tf2onnx has it."""
+    body = helper.make_graph(
+        [
+            node("Add", ["n", "step"], ["more"]), node("Less", ["more", "bound"], ["go"]),
+            node("Gather", ["x", "n"], ["row"], axis=0), node("Identity", ["row"], ["each"]),
+        ],
+        "body", [value("i", [], 7), value("cond", [], 9), value("n", [], 7)],
+        [value("go", None, 9), value("more", None, 7), value("each", None)],
+    )  # fmt: skip
+    numbers = {"start": start, "step": step, "zero": 0, **({"m": trips} if trips is not None else {})}
+    weights = [tensor(name, np.array(x, dtype=np.int64)) for name, x in numbers.items()]
+    nodes = [node("Shape", ["x"], ["sizes"]), node("Gather", ["sizes", "zero"], ["length"])]
+    if limit is not None:
+        weights.append(tensor("limit", np.array(limit, dtype=np.int64)))
+    nodes.append(node("Min", ["length", "limit"] if limit is not None else ["length"], ["bound"]))
+    weights.append(tensor("yes", np.array(told)))
+    nodes.append(node("Loop", ["m" if trips is not None else "", "yes", "start"], ["last", "all"], body=body))
+    return made(nodes, [value("x", ["time", 4])], [value("last", None, 7), value("all", None)], weights)
+
+
+@pytest.mark.parametrize(
+    ("start", "limit", "step", "trips", "told"),
+    [
+        (0, None, 1, None, True),
+        (0, None, 2, None, True),
+        (0, 5, 1, None, True),
+        (3, None, 1, None, True),
+        (0, None, 1, 4, True),
+        (0, None, 1, 99, True),
+        (5, 1, 1, None, True),
+        (0, None, 1, None, False),
+        (0, None, 1, 0, True),
+    ],
+)
+def test_turns_of_a_loop_with_a_condition_are_counted_from_sizes(tmp_path, start, limit, step, trips, told):
+    ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model = counted(start, limit, step, trips, told)
+    graph = graph_of(tmp_path, model, {"time": 8})
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    _, rows = session.run(None, {"x": np.ones((8, 4), np.float32)})
+    assert next(v.shape for v in graph.values if v.name == "all") == rows.shape
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_turns_that_data_decides_or_that_do_not_end_are_asked_for(tmp_path, step):
+    model = counted(0, None, step)
+    if step:
+        model.graph.node[-2].input[:] = ["data"]
+        model.graph.input.append(value("data", [], 7))
+    with pytest.raises(UnknownSize, match=r"all\[0\]"):
+        graph_of(tmp_path, model, {"time": 8})
+    graph = graph_of(tmp_path, model, {"time": 8, "all[0]": 6})
+    assert next(v.shape for v in graph.values if v.name == "all") == (6, 4)
+
+
 def test_what_a_loop_carries_may_turn_out_to_be_of_one_size_when_sizes_are_given(tmp_path):
     """tf2onnx makes such loops of recurrent layers: the zeros to begin with have a computed size."""
     body = helper.make_graph(

@@ -22,6 +22,7 @@ from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.onnx import contrib
 from tightship.frontends.onnx.load import Model, external
 from tightship.frontends.onnx.no_tensors import handed_out, made_of
+from tightship.frontends.onnx.turns import turns_of
 from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, parts_of, type_of
 from tightship.frontends.onnx.wire import held
 
@@ -438,11 +439,16 @@ def _loop(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[Tens
     inner = walk.body(scope, k, "body", node, types, where)
     _, *made = walk.outputs(inner, 1 + len(node.output), where)
     _check_carried(carried, made, where, walk)
-    trips = scope.value(node.input[0]) if node.input and node.input[0] else None
-    count: Dim = int(trips.reshape(())) if trips is not None and trips.size == 1 else ""
-    if isinstance(count, int) and not 0 <= count < 1 << 62:
-        count = ""
+    turns = turns_of(node, scope, inner, lambda n: _may_be_computed(n, inner), walk.opsets)
+    count: Dim = "" if turns is None else turns
     return [*made[: len(carried)], *(_stacked(t, 0, count) for t in made[len(carried) :])]
+
+
+def _may_be_computed(node: Any, inner: Scope) -> bool:
+    """Whether a node of a body is one of those that shapes are computed with, and gives few elements."""
+    types = [t for n in node.output if n and (t := inner.type(n)) is not None]
+    few = all(t.known and t.count <= MOST for t in types)
+    return few and node.domain in ("", "ai.onnx") and node.op_type in _OPS and node.op_type != "Range"
 
 
 def _scan(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
@@ -472,9 +478,9 @@ def _scan(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[Tens
 def _check_carried(
     before: Iterable[TensorType], after: Iterable[TensorType], where: str, walk: _Walk
 ) -> None:
-    """Sizes that are not known yet may turn out to be the same once those of the model's inputs are given."""
+    """Sizes that are not known yet, and are asked for, may turn out to be the same once they are given."""
     for n, (a, b) in enumerate(zip(before, after, strict=False)):
-        if a != b and not (walk.of_inputs and _may_be_equal(a, b)):
+        if a != b and not (walk.unknown and _may_be_equal(a, b)):
             raise Unsupported(
                 f"{where}: value {n} that it carries", f"its type is {a.shape} before and {b.shape} after a turn",
                 "carry values of a fixed shape",
