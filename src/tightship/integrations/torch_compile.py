@@ -254,6 +254,7 @@ class Session(NotCopied):
         except Exception as error:
             if compat_compile.is_control_flow(error):
                 raise
+            error = compat_compile.in_our_words(error)
             if not self.options.eager_fallback:
                 return _raise_when_called(error, self)
             return self._eager(gm, error)
@@ -527,8 +528,9 @@ class _Compilation:
             where = cut(joint, program, plan)
             last = self.graph_break is None
             self.entry = _entry(
-                joint, program, plan, where, static, everything.peak, last=last, accumulate=ledger.accumulate
-            )
+                joint, program, plan, where, static, everything.peak, last=last, accumulate=ledger.accumulate,
+                beside=ledger.beside_earlier(self.frame, training),
+            )  # fmt: skip
             ledger.enter(self.frame, self.entry, current=current)
             return plan, where
 
@@ -618,6 +620,7 @@ def _entry(
     *,
     last: bool,
     accumulate: bool,
+    beside: bool,
 ) -> Entry:
     graph = program.graph
     given = {graph.values[r.value].storage for r in joint.backward if isinstance(r, Ref)} - graph.static
@@ -631,6 +634,7 @@ def _entry(
         unplanned_rest=keep.resident - graph.static_bytes,
         results=_results(joint, graph) if last else 0,
         forward=where.peaks[0] - graph.static_bytes,
+        beside=beside,
     )
 
 
