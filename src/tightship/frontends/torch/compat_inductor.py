@@ -133,6 +133,7 @@ _LEANED_ON: Final = {
     ),
     "torch._inductor.ir": ("FallbackKernel.create",),
     "torch._inductor.lowering": ("register_lowering",),
+    "torch._inductor.pattern_matcher": ("compute_mutation_region_ids",),
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
     "torch._inductor.codecache": ("PyCodeCache.load_by_key_path",),
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal", "InductorChoices.can_fuse_vertical"),

@@ -34,6 +34,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+_REGION: Final = "mutation_region_id"
+"""Where Inductor notes of a node how many writes come before it (`compute_mutation_region_ids`): what has as many
+before it may be fused."""
+
+
 @dataclass(frozen=True, eq=False)
 class Pair:
     """Forward and backward graph of a joint graph. ``saved``: how many results of the first the second takes."""
@@ -153,13 +158,15 @@ def without_tokens(pair: Pair) -> Pair:
 
 
 def copied(gm: GraphModule) -> GraphModule:
+    """A graph of its own, with what is known of its nodes, but for what Inductor noted of where the graph writes: a
+    plan has writes elsewhere, and what reads what they write over would be fused into what comes after them."""
     graph = torch.fx.Graph()
     values: dict[Node, Node] = {}
     output = graph.graph_copy(gm.graph, values)
     (old,) = gm.graph.find_nodes(op="output")
     graph.output(output).meta = dict(old.meta)
     for node, new in values.items():
-        new.meta = dict(node.meta)
+        new.meta = {k: x for k, x in node.meta.items() if k != _REGION}
     made = GraphModule(gm, graph)
     made.meta = dict(gm.meta)
     return made
