@@ -142,6 +142,20 @@ def test_a_size_that_follows_from_data_in_a_gradient_says_what_to_do(mode):
 
 
 @pytest.mark.parametrize("training", [True, False])
+def test_sizes_that_follow_from_data_are_refused_with_their_place(training):
+    def chosen(x):
+        return x[x[:, 0] > 0] * 2
+
+    call = torch.compile(chosen, backend="tightship", options=OPTIONS)
+    said = r"at test_inductor_masks.py:\d+.*follows from data.*capture_dynamic_output_shape_ops off"
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        pytest.raises(errors.Unsupported, match=said),
+    ):
+        call(numbers(8, 4).requires_grad_(training))
+
+
+@pytest.mark.parametrize("training", [True, False])
 def test_ops_whose_memory_follows_from_their_data_run_in_eager_which_is_said(training):
     """How large a matrix is decides on the formula of its exponential, and so on what that asks for."""
 

@@ -34,7 +34,7 @@ from tightship.execute.heap import faster_on_heap, plan_on_heap
 from tightship.execute.interpreter import Fallback
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat, compat_compile, compat_distributed
-from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
+from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.accounting import Entry, Ledger, StepBytes, StepMemory, measure_optimizers
@@ -374,6 +374,12 @@ class _Compilation:
     def compiled(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiled mode: what Inductor makes of the graph."""
         session, last = self.session, self.graph_break is None
+        if (n := compat_compile.sized_by_data(gm)) is not None:
+            raise Unsupported(
+                f"{getattr(n.target, '__name__', n.target)} at {origin_of(n)}, in compiled mode",
+                "the size of its result follows from data",
+                "leave torch._dynamo.config.capture_dynamic_output_shape_ops off, or use tightship.fit",
+            )
         shares = Shares(session.ledger, self.frame, self._storages_in, last)
         arena = session.arenas.setdefault(self.frame, FrameArena())
         later = session.ledger.resolved_before(self.frame, training=True)

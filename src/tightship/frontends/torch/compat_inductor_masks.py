@@ -48,7 +48,8 @@ def _index_put(
     x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
 ) -> Any:
     given = [(k, i) for k, i in enumerate(indices) if i is not None]
-    if len(given) != 1 or not is_mask(given[0][1].dtype):
+    sizes = (*x.shape, *values.shape)
+    if len(given) != 1 or not is_mask(given[0][1].dtype) or any(isinstance(n, torch.SymInt) for n in sizes):
         return NotImplemented
     ((at, mask),) = given
     if set_by_values(x.shape, at, mask.ndim, values.shape) is not None:
@@ -61,7 +62,9 @@ def _index_put(
     return torch.where(mask, x + values if accumulate else values, x)
 
 
-def _masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def _masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> Any:
+    if any(isinstance(n, torch.SymInt) for n in (*grad.shape, *sizes)):
+        return NotImplemented
     flat = mask.expand_as(grad).reshape(-1)
     count = math.prod(sizes)
     places = torch.where(flat, flat.cumsum(0) - 1, count)  # what is not set goes to a place of its own
