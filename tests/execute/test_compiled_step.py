@@ -7,13 +7,14 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._inductor import pattern_matcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tightship import errors, fit
 from tightship.execute import compiled_code
 from tightship.execute.allocator import Meter
 from tightship.execute.compiled_step_search import StepSearch
-from tightship.frontends.torch import compat_inductor
+from tightship.frontends.torch import compat_inductor, compat_inductor_partitions
 from tightship.frontends.torch.capture import whole_ops
 from tightship.frontends.torch.capture.flat import viewed
 from tightship.frontends.torch.capture.fused import between_blocks
@@ -572,6 +573,50 @@ def test_updates_come_as_soon_as_their_gradients_do_and_after_the_last_read_of_w
     assert (
         nodes.index(writes[0]) < products[-1] or nodes.index(writes[-1]) < products[-1]
     )  # not all at the end
+
+
+def test_where_a_graph_writes_is_noted_anew_when_a_plan_has_its_writes_elsewhere():
+    """Else a product that reads a parameter is fused into a sum that comes after its update, and reads that."""
+    gm = make_fx(stepped, tracing_mode="fake")(*inputs())
+    pattern_matcher.compute_mutation_region_ids(gm.graph)
+    assert not pattern_matcher.should_compute_mutation_region_ids(gm.graph)
+    assert pattern_matcher.should_compute_mutation_region_ids(compat_inductor_partitions.copied(gm).graph)
+
+
+def penalized(model, batch):
+    """A critic's loss with a penalty on its gradient."""
+    x = batch[0].detach().clone().requires_grad_(True)
+    y = model(x)
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.mean() + 10 * ((g.norm(dim=1) - 1) ** 2).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["100%", "85%"])
+def test_gradients_of_gradients_are_right_within_a_budget(budget):
+    """A weight is read in both passes of the penalty, and written where nothing reads it any more."""
+
+    def critic():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def wide(dtype=torch.float32, seed=0):
+        return (torch.randn(128, 16, generator=torch.Generator().manual_seed(seed)).to(dtype),)
+
+    model, exact = critic(), critic().double()
+    optimizer = torch.optim.SGD(exact.parameters(), lr=0.05)
+    ours = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = fit(model, penalized, ours, wide(), budget, work=1_000_000, **OPTIONS)
+    for k in range(3):
+        found = step(wide(seed=k))
+        wanted = penalized(exact, wide(torch.float64, k))
+        wanted.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-6, atol=1e-6)
+        assert as_planned(step)
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

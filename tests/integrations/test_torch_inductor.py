@@ -1764,15 +1764,21 @@ def test_images_of_grouped_convolutions_are_left_as_they_lie():
 
 def test_kernels_end_where_much_could_be_given_back():
     """Inductor writes loops one after the other into one kernel, and gives nothing back before all of it has run."""
+    from torch._inductor import ir
     from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.virtualized import V
 
     joint, outputs = joint_of(nn.Sequential(nn.Linear(32, 32), nn.Tanh()), rows(64))
     pair = compat_inductor.extract(joint, outputs, [n.name for n in joint.graph.find_nodes(op="placeholder")])
     read = SimpleNamespace(get_size=lambda: (), get_numel=lambda: 1024, get_dtype=lambda: torch.float32)
+    several = ir.MultiOutput.__new__(ir.MultiOutput)  # a kernel with several results (of FFTs, of attention)
+    several.layout = ir.MultiOutputLayout(device=torch.device("cpu"))
     scheduler = SimpleNamespace(
-        buffer_names_to_free={"buf0", "primals_1"},
-        name_to_buf={"buf0": SimpleNamespace(node=read, can_free=lambda: True)},
+        buffer_names_to_free={"buf0", "buf1", "primals_1"},
+        name_to_buf={
+            f"buf{k}": SimpleNamespace(node=node, can_free=lambda: True)
+            for k, node in enumerate((read, several))
+        },
     )
     writing = SimpleNamespace(_ready_to_flush=False, scheduler=scheduler)
     graph = SimpleNamespace(

@@ -8,6 +8,7 @@ and the last graph's results. What the caller's own code makes or keeps beside t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -187,7 +188,8 @@ class Entry:
     """What one graph takes, in bytes. ``static``: the caller's tensors no earlier graph has counted.
     ``dynamic``: the most it needs beyond its inputs while it runs, ``forward`` while its forward pass does. ``rest``:
     what stays between its two passes. ``gradients``: what it hands out in the backward pass, ``results``: in the
-    forward pass, if no other graph follows. ``unplanned_*`` are the same if everything was kept."""
+    forward pass, if no other graph follows. ``unplanned_*`` are the same if everything was kept. ``beside``: earlier
+    graphs may be between their two passes meanwhile."""
 
     static: int
     dynamic: int
@@ -197,6 +199,7 @@ class Entry:
     unplanned_rest: int
     results: int = 0
     forward: int = 0
+    beside: bool = True
 
 
 @dataclass
@@ -235,6 +238,7 @@ class Ledger:
     accumulate: bool = False
     entries: dict[int, Entry] = field(default_factory=dict)
     _current: dict[int, Entry] = field(default_factory=dict)  # of the graphs that ran last
+    _waiting: set[int] = field(default_factory=set)  # frames of graphs that are between their two passes
     _storages: dict[int, int] = field(default_factory=dict)
     _training: _Share = field(default_factory=_Share)
     _evaluation: _Share = field(default_factory=_Share)
@@ -259,11 +263,15 @@ class Ledger:
         """Takes note of which of a frame's graphs runs now. Raises ``Infeasible`` where gradients are there that
         nobody counted and for which the budget has no room."""
         self._current[frame] = entry
+        if backward or not entry.rest:
+            self._waiting.discard(frame)
+        else:
+            self._waiting.add(frame)
         if self.step is None or self.accumulate:
             return
         there = self.step.existing_gradients()
         rows = [*self._earlier(frame, current=True), entry]
-        need = sum(e.static for e in rows) + sum(e.rest for e in rows[:-1]) + there
+        need = sum(e.static for e in rows) + _rests(rows, -1) + there
         need += entry.dynamic if backward else entry.forward
         limit, self._most = self.limit, max(self._most, need)
         if there and limit is not None and need > limit:
@@ -335,14 +343,24 @@ class Ledger:
             return None
         earlier = self._earlier(frame, current)
         shared = static + sum(e.static for e in earlier)
+        beside = self.beside_earlier(frame, training)
         peak = kept = 0
         for e in earlier:
             peak = max(peak, kept + e.unplanned)
             kept += e.unplanned_rest
+        kept = kept if beside else 0
         peak = max(peak, kept + unplanned) + shared
         if training and self.step is not None:
             peak = max(peak, shared + self._beside_static(max([results, *(e.results for e in earlier)])))
-        return self._limit(frame, peak, shared, training) - shared - sum(e.rest for e in earlier)
+        rests = sum(e.rest for e in earlier) if beside else 0
+        return self._limit(frame, peak, shared, training) - shared - rests
+
+    def beside_earlier(self, frame: int, training: bool) -> bool:
+        """Whether earlier graphs may be between their two passes while this one runs: one without a backward pass
+        (evaluation, a compiled optimizer's step) follows the code that it comes in first."""
+        return training or any(
+            f in self._waiting for f in itertools.takewhile(lambda f: f != frame, self.entries)
+        )
 
     def enter(self, frame: int, entry: Entry, *, current: bool = False) -> None:
         """Takes note of what a graph takes. Raises ``Infeasible`` if the gradients it hands out leave an
@@ -355,9 +373,7 @@ class Ledger:
         rows = [*self._earlier(frame, current), entry] if current else list(self.entries.values())
         static = sum(e.static for e in rows)
         for k, e in enumerate(rows):
-            need = (
-                static + sum(r.rest for r in rows[:k]) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
-            )
+            need = static + _rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             if need > self.budget.bytes:
                 raise Infeasible(
                     budget=self.budget.bytes, lower_bound=static, best_peak=need,
@@ -425,7 +441,7 @@ class Ledger:
         ]
         static = sum(e.static for e in rows)
         peak = max((
-            sum(r.rest for r in rows[:k]) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
+            _rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             for k, e in enumerate(rows)
         ), default=0)  # fmt: skip
         return max(static + peak, self._most, self.step_peak(current=True))
@@ -466,6 +482,11 @@ class Ledger:
             share.limit = max(self.budget.resolve(peak, static=static), share.limit or 0)
             share.frames.add(frame)
         return share.limit
+
+
+def _rests(rows: Sequence[Entry], k: int) -> int:
+    """Bytes of what earlier graphs keep between their passes while the ``k``-th of them runs."""
+    return sum(r.rest for r in rows[:k]) if rows[k].beside else 0
 
 
 def _larger(a: Entry, b: Entry) -> Entry:

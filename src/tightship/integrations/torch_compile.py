@@ -34,7 +34,7 @@ from tightship.execute.heap import faster_on_heap, plan_on_heap
 from tightship.execute.interpreter import Fallback
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat, compat_compile, compat_distributed
-from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
+from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.accounting import Entry, Ledger, StepBytes, StepMemory, measure_optimizers
@@ -254,6 +254,7 @@ class Session(NotCopied):
         except Exception as error:
             if compat_compile.is_control_flow(error):
                 raise
+            error = compat_compile.in_our_words(error)
             if not self.options.eager_fallback:
                 return _raise_when_called(error, self)
             return self._eager(gm, error)
@@ -373,6 +374,12 @@ class _Compilation:
     def compiled(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiled mode: what Inductor makes of the graph."""
         session, last = self.session, self.graph_break is None
+        if (n := compat_compile.sized_by_data(gm)) is not None:
+            raise Unsupported(
+                f"{getattr(n.target, '__name__', n.target)} at {origin_of(n)}, in compiled mode",
+                "the size of its result follows from data",
+                "leave torch._dynamo.config.capture_dynamic_output_shape_ops off, or use tightship.fit",
+            )
         shares = Shares(session.ledger, self.frame, self._storages_in, last)
         arena = session.arenas.setdefault(self.frame, FrameArena())
         later = session.ledger.resolved_before(self.frame, training=True)
@@ -527,8 +534,9 @@ class _Compilation:
             where = cut(joint, program, plan)
             last = self.graph_break is None
             self.entry = _entry(
-                joint, program, plan, where, static, everything.peak, last=last, accumulate=ledger.accumulate
-            )
+                joint, program, plan, where, static, everything.peak, last=last, accumulate=ledger.accumulate,
+                beside=ledger.beside_earlier(self.frame, training),
+            )  # fmt: skip
             ledger.enter(self.frame, self.entry, current=current)
             return plan, where
 
@@ -618,6 +626,7 @@ def _entry(
     *,
     last: bool,
     accumulate: bool,
+    beside: bool,
 ) -> Entry:
     graph = program.graph
     given = {graph.values[r.value].storage for r in joint.backward if isinstance(r, Ref)} - graph.static
@@ -631,6 +640,7 @@ def _entry(
         unplanned_rest=keep.resident - graph.static_bytes,
         results=_results(joint, graph) if last else 0,
         forward=where.peaks[0] - graph.static_bytes,
+        beside=beside,
     )
 
 

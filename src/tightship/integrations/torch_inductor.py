@@ -86,6 +86,7 @@ class Shares:
             unplanned_rest=unplanned.rest if training else 0,
             results=replay.handed[0] if self.last else 0,
             forward=replay.peaks[0] - replay.static,
+            beside=self.ledger.beside_earlier(self.frame, training),
         )
         self.ledger.enter(self.frame, self.entry)
 
@@ -327,9 +328,7 @@ class _Compilation:
         self, kind: str, lowered: Lowered | None, call: Callable[[list[Any]], Any]
     ) -> Callable[[list[Any]], Any]:
         if lowered is None:
-            raise Unsupported(
-                f"a {kind} pass that computes nothing, in compiled mode", "there is nothing to plan"
-            )
+            raise Unsupported(f"a pass ({kind}) in compiled mode", "Inductor lowers it to nothing")
         self.lowered[kind] = lowered
         self.calls[kind] = call if compat_inductor.calls_others(lowered) else _unchecked(call)
         if kind == "inference":

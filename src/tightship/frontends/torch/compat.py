@@ -280,6 +280,11 @@ def storage_reference(tensor: torch.Tensor) -> Any:
 # --- what an op declares --------------------------------------------------------------------------------------
 
 _ASK_BY_DATA = ("aten::linalg_matrix_exp",)
+ASKED_BY_DATA: Final = (
+    "how much memory it asks for follows from its data",
+    "use other ops (of torch.nn.utils.parametrizations.orthogonal: orthogonal_map='householder')",
+)
+"""Why what `asks_by_data` finds is not planned, and what to do."""
 _UNDECLARED = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),

@@ -39,8 +39,10 @@ from torch._functorch import config as _config  # noqa: E402
 from torch._functorch import partitioners as _partitioners  # noqa: E402
 from torch._functorch._aot_autograd import descriptors as _descriptors  # noqa: E402
 from torch._guards import CompileContext, TracingContext  # noqa: E402
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException  # noqa: E402
 from torch.fx import Graph, GraphModule, Node  # noqa: E402
 from torch.fx._lazy_graph_module import _make_graph_module  # noqa: E402
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked_symbols  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -575,6 +577,27 @@ def example_of(node: Node) -> torch.Tensor | None:
 def is_control_flow(error: BaseException) -> bool:
     """Whether an exception is Dynamo's way of starting over, and none of a backend's business."""
     return isinstance(error, TorchDynamoException)
+
+
+def sized_by_data(gm: GraphModule) -> Node | None:
+    """The first node of a Dynamo graph whose result has a size that follows from data."""
+    for n in gm.graph.nodes:
+        value = n.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and _free_unbacked_symbols(value):
+            return n
+    return None
+
+
+def in_our_words(error: Exception) -> Exception:
+    """``error``; where PyTorch's says no more than that an op's result follows from data, with what to do."""
+    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return error
+    return Unsupported(
+        f"{error} in a graph or its gradient",
+        "its result has a size or a number that follows from data, as gradients of what x[mask] = v writes have, and "
+        "sparse ones",
+        "write torch.where(mask, v, x), keep it out of the compiled region, or use tightship.fit",
+    )
 
 
 def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:

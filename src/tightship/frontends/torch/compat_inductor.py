@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
@@ -41,6 +41,7 @@ from tightship.frontends.torch.compat_inductor_lines import (
     calls_others,
     sequence,
 )
+from tightship.frontends.torch.compat_inductor_masks import decompositions
 from tightship.frontends.torch.compat_inductor_partitions import (
     Pair,
     after_tangents,
@@ -132,6 +133,7 @@ _LEANED_ON: Final = {
     ),
     "torch._inductor.ir": ("FallbackKernel.create",),
     "torch._inductor.lowering": ("register_lowering",),
+    "torch._inductor.pattern_matcher": ("compute_mutation_region_ids",),
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
     "torch._inductor.codecache": ("PyCodeCache.load_by_key_path",),
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal", "InductorChoices.can_fuse_vertical"),
@@ -265,20 +267,24 @@ def lower(
 @contextmanager
 def _stopping(made: list[Lowered], kind: str, ahead: Ahead | None) -> Iterator[Callable[..., Any]]:
     """What is called inside in the place of Inductor's inner compiler: it adds a pass's lines, and ends there."""
-    from torch._inductor.decomposition import select_decomp_table
 
     def inner(graph: GraphModule, inputs: Sequence[Any], **more: Any) -> Any:
-        more = {"get_decomp_fn": select_decomp_table, **more}  # as it says itself, or keys are others
-        lines = lines_of(graph, inputs, more, kind, ahead)
+        lines = lines_of(graph, inputs, _as_inductor_says(more), kind, ahead)
         if lines is None:
-            raise Unsupported(
-                "a pass that computes nothing", "there is nothing to lower", "use Inductor for it"
-            )
+            raise Unsupported(f"a {kind} pass", "Inductor lowers it to nothing", "use Inductor for it")
         made.append(lines)
         raise Stopped
 
     with torch.no_grad(), torch._C._DisableAutocast(), suppress(Stopped):
         yield inner
+
+
+def _as_inductor_says(more: Mapping[str, Any]) -> dict[str, Any]:
+    """What its inner compiler is given, with its own table of decompositions: it is part of the keys of caches, and
+    what ours has besides is decomposed by then."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {**more, "get_decomp_fn": select_decomp_table}
 
 
 @contextmanager
@@ -361,15 +367,17 @@ def compile_graph(
         kind = (
             "backward" if more.get("is_backward") else "inference" if more.get("is_inference") else "forward"
         )
-        made, lowered = compiled_pass(graph, example_inputs, more, kind, code, ahead)
+        made, lowered = compiled_pass(graph, example_inputs, _as_inductor_says(more), kind, code, ahead)
         made_here.append(made)
-        if lowered is None or not hasattr(made, "current_callable"):
-            return _boxed(finished(kind, None, made))
+        if not hasattr(made, "current_callable"):  # there is nothing to compile
+            return _boxed(finished(kind, lowered, made))
         made.current_callable = finished(kind, lowered, made.current_callable)
         return made
 
     with caches(partitioner(code, cut), code, force_non_lazy_backward_lowering=True) as loaded:
-        made: Callable[..., Any] = compile_fx.compile_fx(gm, inputs, inner_compile=inner)
+        made: Callable[..., Any] = compile_fx.compile_fx(
+            gm, inputs, inner_compile=inner, decompositions=decompositions()
+        )
     if code is not None and not made_here:
         if not loaded:
             raise Outdated("a pass was kept that computes nothing")
@@ -399,6 +407,7 @@ def dry_graph(gm: GraphModule, inputs: Sequence[Any], emulated: Emulated) -> Cal
         kind = (
             "backward" if more.get("is_backward") else "inference" if more.get("is_inference") else "forward"
         )
+        more = _as_inductor_says(more)
         lines = lines_of(graph, example_inputs, more, kind)
         if lines is None:
             return compile_fx.compile_fx_inner(graph, example_inputs, **more)
@@ -407,7 +416,9 @@ def dry_graph(gm: GraphModule, inputs: Sequence[Any], emulated: Emulated) -> Cal
         return _boxed(lambda args: run(args))
 
     with caches(config.custom_partitioner_fn, None, force_non_lazy_backward_lowering=True):
-        made: Callable[..., Any] = compile_fx.compile_fx(gm, list(inputs), inner_compile=inner)
+        made: Callable[..., Any] = compile_fx.compile_fx(
+            gm, list(inputs), inner_compile=inner, decompositions=decompositions()
+        )
     return made
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch.compat_inductor_caches import Code, Outdated, forget_strides, kept_lines, named
@@ -221,11 +222,13 @@ class Ahead:
 def lines_of(
     graph: GraphModule, inputs: Sequence[Any], more: Mapping[str, Any], kind: str, ahead: Ahead | None = None
 ) -> Lowered | None:
-    """What a pass (``forward``, ``backward``, ``inference``, ``step``) is lowered to, None where it computes nothing.
+    """What a pass (``forward``, ``backward``, ``inference``, ``step``) is lowered to, None where nobody knows.
     No kernel is built, and ``graph`` stays as it is. With ``ahead``, its code is written as well, where caches have
     room for it. Raises `NotLowered`."""
     from torch._inductor import compile_fx, config
 
+    if (nothing := _no_lines(graph)) is not None:
+        return nothing
     if ahead is not None and config.fx_graph_cache and not config.force_disable_caches:
         with _lowerable():
             lines = _written(graph, inputs, more, kind, ahead)
@@ -253,6 +256,20 @@ def _written(
     return lines
 
 
+def _no_lines(graph: GraphModule) -> Lowered | None:
+    """The lines of a pass that computes nothing and hands out what it is given, which Inductor leaves alone."""
+    nodes = list(graph.graph.nodes)
+    if any(n.op not in ("placeholder", "output") for n in nodes):
+        return None
+    names: list[str] = []
+    strides: list[tuple[int, ...] | None] = []
+    for n in nodes[-1].args[0]:
+        value = n.meta.get("val") if isinstance(n, Node) else None
+        names.append(n.name if isinstance(value, torch.Tensor) else "")
+        strides.append(tuple(value.stride()) if isinstance(value, torch.Tensor) else None)
+    return Lowered((), tuple(n.name for n in nodes[:-1]), tuple(names), tuple(strides), ())
+
+
 def compiled_pass(
     graph: GraphModule, inputs: Sequence[Any], more: Mapping[str, Any], kind: str, code: Code | None,
     ahead: Ahead | None = None,
@@ -260,6 +277,8 @@ def compiled_pass(
     """A pass compiled by Inductor, or from its cache, with its lines."""
     from torch._inductor import compile_fx, config
 
+    if (nothing := _no_lines(graph)) is not None:
+        return compile_fx.compile_fx_inner(copied(graph), inputs, **more), nothing
     key = None
     for kept in (code if config.fx_graph_cache else None, None):
         with _settings(graph, kind, kept), _recording(stop=False) as recorder:

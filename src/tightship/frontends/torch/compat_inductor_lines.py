@@ -7,13 +7,16 @@ of a kind that is not known raises ``Unsupported``: it might take memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
 from tightship.errors import Unsupported
+from tightship.frontends.builder import trace_line
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.compat_inductor_masks import is_mask, set_by_values
 from tightship.frontends.torch.compiled_collectives import NAMESPACE, number_of
 
 __all__ = [
@@ -184,6 +187,13 @@ def _origin(buffer: Any, graph: Any) -> str:
     return "" if node is None else str(node.meta.get(ORIGIN, node.name))
 
 
+def _place(node: Any) -> str:
+    """The line of the user's code that a kernel is of."""
+    nodes = [n for n in (node.get_origin_node(), *node.get_origins()) if n is not None]
+    lines = (trace_line(n.meta.get("stack_trace") or "") for n in nodes)
+    return next(filter(None, lines), str(nodes[0].name) if nodes else str(node.get_kernel_name()))
+
+
 def _nbytes(node: Any, shape: Any = None) -> int:
     sizes = [int(n) for n in (node.get_size() if shape is None else shape)]
     if 0 in sizes:
@@ -281,6 +291,7 @@ class _Like:
     device: str
     lazily: tuple[str, ...] = ()
     storage: int = 0
+    set_to: int = -1  # of a mask: at how many places it holds, where that is known
 
     @property
     def nbytes(self) -> int:
@@ -342,15 +353,17 @@ def _lazily(node: Any) -> tuple[str, ...]:
 
 def _kernel(node: Any) -> Kernel:
     """The kernel as Inductor's line would call it, on tensors of the same metadata."""
-    kind = type(node).__name__
+    kind, op = type(node).__name__, getattr(node, "op_overload", None)
+    if compat.asks_by_data(op):
+        raise Unsupported(f"{op} at {_place(node)}", *compat.ASKED_BY_DATA)
     tensors: list[Any] = [_like(x) for x in node.inputs]
-    if getattr(node, "op_overload", None) is torch.ops.higher_order.run_with_rng_state:
+    if op is torch.ops.higher_order.run_with_rng_state:
         tensors[0] = _RANDOM_STATE
     kwargs = {k: _constant(v) for k, v in node.kwargs.items()}
     given = [_constant(x) for x in node.constant_args]
     if kind == "IndexPutFallback":
         rest = iter(tensors[2:])
-        indices = [None if x is None else next(rest) for x in node.indices]
+        indices = _counted(node, [None if x is None else next(rest) for x in node.indices], tensors)
         args: list[Any] = [tensors[0], indices, tensors[1], *given]
     elif kind == "ScatterFallback":
         dim, *value = given
@@ -368,7 +381,7 @@ def _kernel(node: Any) -> Kernel:
         c.__name__ for c in type(node).__mro__
     ):
         kwargs["out"] = _like(node)
-    name = str(getattr(node, "op_overload", None) or node.get_kernel_name())
+    name = str(op or node.get_kernel_name())
     if name in _CLONES_STORAGE:
         args = [_in_storage(node.inputs[0]), *args[1:]]
     call = _callable(node)
@@ -378,10 +391,27 @@ def _kernel(node: Any) -> Kernel:
         return lambda: call(*a, **k)
 
     nbytes = sum(like.nbytes for like in _likes((args, kwargs)))
-    op = getattr(node, "op_overload", None)
     foreign = str(op) if getattr(op, "namespace", "aten") not in _OF_PYTORCH else ""
     key = repr((name, node.get_kernel_name(), args, kwargs))
     return Kernel(key, prepare, nbytes, foreign, number_of(op, args))
+
+
+def _counted(node: Any, indices: list[_Like | None], tensors: Sequence[_Like]) -> list[_Like | None]:
+    """A mask among the indices of a write, with the number of places that what is written says. Raises
+    ``Unsupported`` where nothing does: the kernel asks for as much as the mask has places."""
+    given = [(k, i) for k, i in enumerate(indices) if i is not None]
+    if not any(is_mask(i.dtype) for _, i in given):
+        return indices
+    ((at, mask), *others) = given
+    x, values = tensors[:2]
+    count = None if others else set_by_values(x.shape, at, len(mask.shape), values.shape)
+    if count is None:
+        raise Unsupported(
+            f"a write under a mask at {_place(node)}, in compiled mode",
+            "what memory it asks for follows from how much of the mask is set",
+            "write torch.where(mask, values, x), or use tightship.fit, which compares that in each step",
+        )
+    return [replace(mask, set_to=count) if k == at else None for k in range(len(indices))]
 
 
 def sequence(lowered: Lowered) -> tuple[int, ...]:
@@ -422,6 +452,8 @@ def _sampled(tree: Any, number: float, index: int) -> Any:
             whole = torch.empty(tree.storage // tree.dtype.itemsize, dtype=tree.dtype, device=tree.device)
             new = whole.as_strided(tree.shape, tree.stride)
         new.fill_(number if new.is_floating_point() else index)
+        if tree.set_to >= 0:
+            new.copy_((torch.arange(new.numel(), device=new.device) < tree.set_to).view(new.shape))
         for view in tree.lazily:
             new = getattr(torch.ops.aten, view).default(new)
         return new

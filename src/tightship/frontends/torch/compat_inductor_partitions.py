@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,6 +32,11 @@ __all__ = [
     "mark_lean", "merged", "origin", "overwritten", "overwritten_count", "realize_as_is", "results_of", "runs_once",
     "stock_pair", "stock_saved", "turns_to_channels_last", "with_backward", "without_tokens",
 ]  # fmt: skip
+
+
+_REGION: Final = "mutation_region_id"
+"""Where Inductor notes of a node how many writes come before it (`compute_mutation_region_ids`): what has as many
+before it may be fused."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,13 +158,15 @@ def without_tokens(pair: Pair) -> Pair:
 
 
 def copied(gm: GraphModule) -> GraphModule:
+    """A graph of its own, with what is known of its nodes, but for what Inductor noted of where the graph writes: a
+    plan has writes elsewhere, and what reads what they write over would be fused into what comes after them."""
     graph = torch.fx.Graph()
     values: dict[Node, Node] = {}
     output = graph.graph_copy(gm.graph, values)
     (old,) = gm.graph.find_nodes(op="output")
     graph.output(output).meta = dict(old.meta)
     for node, new in values.items():
-        new.meta = dict(node.meta)
+        new.meta = {k: x for k, x in node.meta.items() if k != _REGION}
     made = GraphModule(gm, graph)
     made.meta = dict(gm.meta)
     return made
@@ -446,7 +453,8 @@ def _dead(scheduler: Any, given: Collection[str]) -> int:
         else:
             node = graph.graph_inputs.get(name) if name in given else None
         if node is not None and hasattr(node, "get_size"):
-            total += int(graph.sizevars.optimization_hint(node.get_numel())) * node.get_dtype().itemsize
+            with suppress(NotImplementedError):  # a kernel with several results has bytes in those alone
+                total += int(graph.sizevars.optimization_hint(node.get_numel())) * node.get_dtype().itemsize
     return total
 
 

@@ -312,10 +312,7 @@ class Tape:
     ) -> Record | None:
         """Take down an ATen call whose ``args`` hold ``Ref``s and whose result is ``out``; None for a view."""
         if self.grad and compat.asks_by_data(fn):
-            raise Unplannable(
-                f"{fn} at {origin}", "how much memory it asks for follows from its data",
-                "use other ops (of torch.nn.utils.parametrizations.orthogonal: orthogonal_map='householder')",
-            )  # fmt: skip
+            raise Unplannable(f"{fn} at {origin}", *compat.ASKED_BY_DATA)
         known = len(self.storages)
         place = f"{fn} · {origin}"
         outs = list(leaves_in(out))
