@@ -143,16 +143,16 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
 
 
 def check_trained(ranks: Ranks, told: Sequence[Any], captured: Program) -> None:
-    """Raises ``PeerFailed`` where ranks would train other parameters (or parts of these): a parameter that one of them
-    has frozen is gathered and averaged as ever, and would be half trained."""
+    """Raises ``PeerFailed`` where ranks would train other parameters, or parts of these: one that a rank alone has
+    frozen may be gathered and averaged as ever, and would be half trained."""
     if len({Told.of(row).trained for row in told}) == 1:
         return
     _, rows = ranks.agreed("comparing what is trained", lambda: trained_by(captured), lambda names: names)
     everywhere = set(rows[0]).intersection(*rows)
     texts = [_trained_beside(sorted({*row} - everywhere), len(row)) for row in rows]
     rule = (
-        "steps that train other parameters (frozen, or given to the optimizer, on some ranks alone: have all ranks do "
-        "the same)"
+        "steps that train other parameters (frozen, or given to the optimizer, on some ranks alone: have all ranks "
+        "do the same)"
     )
     raise ranks.differ(rule, texts)
 
