@@ -556,6 +556,8 @@ def trained_apart() -> Any:
 
 def frozen_by_one(m: Any, parallel: Any, split: bool) -> list[Any]:
     o, given = adamw(m), batches(1)[0]
+    for t in given:
+        dist.broadcast(t, 0)  # ranks that compute together have the same
     step = tightship.fit(m, loss_of, o, given, "100%", parallel=parallel, split=split)
 
     def train() -> None:
