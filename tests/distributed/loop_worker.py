@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch_worker import Own, Tied, both, row, sharded, word_loss, words
+from torch_worker import Own, Tied, both, row, sharded, whole, word_loss, words
 from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
 
 import tightship
@@ -536,6 +537,53 @@ def left_alone() -> Any:
         return caught(lambda: [t.full_tensor() for t in m.state_dict().values() if hasattr(t, "full_tensor")])
     caught(lambda: step(given))
     sys.exit(0)
+
+
+# --- what is trained on one rank alone ---
+
+
+def trained_apart() -> Any:
+    """A parameter that one rank freezes before the other does, and thaws before it."""
+    wraps = {
+        "plain": model, "divided": model, "sharded": lambda: sharded(model()), "placed": lambda: placed(model()),
+    }  # fmt: skip
+    divided = {"plain": tightship.DataParallel(), "divided": tightship.DataParallel(shard=True)}
+    return {
+        f"{name}, split={split}": frozen_by_one(wrap(), divided.get(name), split)
+        for (name, wrap), split in itertools.product(wraps.items(), (False, True))
+    }
+
+
+def frozen_by_one(m: Any, parallel: Any, split: bool) -> list[Any]:
+    o, given = adamw(m), batches(1)[0]
+    for t in given:
+        dist.broadcast(t, 0)  # ranks that compute together have the same
+    step = tightship.fit(m, loss_of, o, given, "100%", parallel=parallel, split=split)
+
+    def train() -> None:
+        o.zero_grad()
+        if split:
+            step.backward(given)
+            step.update()
+        else:
+            step(given)
+
+    def state() -> str:
+        found = m.state_dict()
+        return whole(found[n] for n, _ in model().named_parameters())
+
+    train()
+    rows: list[Any] = []
+    for on in (False, True):
+        before = state()
+        if dist.get_rank() == 1:
+            m[2]._parameters["weight"].requires_grad_(on)
+        rows.append(caught(train) | {"unchanged": state() == before})
+        if dist.get_rank() == 0:
+            m[2]._parameters["weight"].requires_grad_(on)
+        train()
+        rows[-1]["then"] = state()
+    return rows
 
 
 # --- norms for a log ---

@@ -11,7 +11,7 @@ OF_STEPS = (
 )  # fmt: skip
 TOGETHER = (
     "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged", "adversaries",
-    "held_elsewhere", "written_between_steps",
+    "held_elsewhere", "written_between_steps", "trained_apart",
 )  # fmt: skip
 
 
@@ -98,6 +98,20 @@ def test_a_rank_that_fits_alone_is_told_of_the_others_within_seconds() -> None:
 def test_a_rank_whose_step_has_failed_ends_while_the_others_wait_for_it() -> None:
     (row,) = run("left_alone", worker="loop_worker.py", most=100)["left_alone"]
     assert row["type"] == "RuntimeError"
+
+
+def test_a_parameter_that_one_rank_alone_has_frozen_is_not_half_trained(rows: Rows) -> None:
+    for name, one in rows["trained_apart"][0].items():
+        other = rows["trained_apart"][1][name]
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine["type"] == theirs["type"] == "PeerFailed", name
+            assert mine["text"] == theirs["text"]
+            assert mine["unchanged"] and theirs["unchanged"]
+            assert seconds_to_error(mine, theirs) < 5
+            assert mine["then"] == theirs["then"]
+        assert len({row["then"] for row in one}) == 2
+    text = rows["trained_apart"][0]["placed, split=False"][0]["text"]
+    assert "rank 0: trains 20 parameters, among them '2.weight'" in text
 
 
 def test_norms_for_a_log_are_those_of_all_ranks_and_parts_are_said(rows: Rows) -> None:

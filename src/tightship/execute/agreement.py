@@ -30,6 +30,7 @@ __all__ = [
     "check_orders",
     "check_plans",
     "check_sequences",
+    "check_trained",
     "follow",
     "in_captured_order",
     "in_one_order",
@@ -44,18 +45,19 @@ __all__ = [
 
 class Told(NamedTuple):
     """What a rank says of its step: a digest of its ops, wherever in tensors these find their parts; the collectives
-    among them (how many, and a digest of what they are, in order); the same of its plan, if it has one; and a digest
-    of each group of ranks that they send among, in the order in which they come up."""
+    among them (how many, and a digest of what they are, in order); the same of its plan, if it has one; a digest of
+    each group of ranks that they send among, in the order in which they come up; and a digest of what it trains."""
 
     ops: str
     calls: tuple[int, str]
     plan: tuple[int, str] | None
     groups: tuple[str, ...]
+    trained: str = ""
 
     @staticmethod
     def of(row: Sequence[Any]) -> Told:
-        ops, calls, plan, groups = row
-        return Told(ops, tuple(calls), None if plan is None else tuple(plan), tuple(groups))
+        ops, calls, plan, groups, trained = row
+        return Told(ops, tuple(calls), None if plan is None else tuple(plan), tuple(groups), trained)
 
 
 def told_of(captured: Program, plan: Plan | None = None, program: Program | None = None) -> Told:
@@ -65,7 +67,7 @@ def told_of(captured: Program, plan: Plan | None = None, program: Program | None
     groups: dict[tuple[int, ...], int] = {}
     calls = _calls(captured, ops, groups)
     planned = None if plan is None else _calls(program or captured, steps, groups)
-    return Told(_planned_alike(captured), calls, planned, told_groups(groups))
+    return Told(_planned_alike(captured), calls, planned, told_groups(groups), _digest(trained_by(captured)))
 
 
 def told_groups(groups: Iterable[Iterable[int]]) -> tuple[str, ...]:
@@ -74,7 +76,23 @@ def told_groups(groups: Iterable[Iterable[int]]) -> tuple[str, ...]:
 
 
 def _of_ranks(ranks: Iterable[object]) -> str:
-    return hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:12]
+    return _digest(ranks)
+
+
+def _digest(row: Iterable[object]) -> str:
+    return hashlib.sha256(repr([*row]).encode()).hexdigest()[:12]
+
+
+def trained_by(program: Program) -> list[str]:
+    """Parameters that a program writes, or whose gradients it leaves, by name."""
+    graph = program.graph
+    written = {s for row in graph.uses.mutates for s in row}
+    found = {
+        slot.key
+        for slot in program.slots
+        if slot.role in ("parameter", "gradient") and graph.values[slot.value].storage in written
+    }
+    return sorted({*found, *program.gradients})
 
 
 def _planned_alike(captured: Program) -> str:
@@ -122,6 +140,26 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
     if not _meet([row.groups for row in rows]):
         texts = [f"collectives among {len(row.groups)} groups ({_of_ranks(row.groups)[:8]})" for row in rows]
         raise ranks.differ("steps that send among other ranks (models on other meshes)", texts)
+
+
+def check_trained(ranks: Ranks, told: Sequence[Any], captured: Program) -> None:
+    """Raises ``PeerFailed`` where ranks would train other parameters, or parts of these: one that a rank alone has
+    frozen may be gathered and averaged as ever, and would be half trained."""
+    if len({Told.of(row).trained for row in told}) == 1:
+        return
+    _, rows = ranks.agreed("comparing what is trained", lambda: trained_by(captured), lambda names: names)
+    everywhere = set(rows[0]).intersection(*rows)
+    texts = [_trained_beside(sorted({*row} - everywhere), len(row)) for row in rows]
+    rule = (
+        "steps that train other parameters (frozen, or given to the optimizer, on some ranks alone: have all ranks "
+        "do the same)"
+    )
+    raise ranks.differ(rule, texts)
+
+
+def _trained_beside(names: Sequence[str], count: int) -> str:
+    more = ", ".join([*map(repr, names[:3]), *(["…"] if len(names) > 3 else [])])
+    return f"trains {count} parameters" + (f", among them {more}" if more else "")
 
 
 def in_one_order(told: Sequence[Any]) -> bool:

@@ -19,6 +19,7 @@ from tightship.execute.agreement import (
     check_orders,
     check_plans,
     check_sequences,
+    check_trained,
     follow,
     in_captured_order,
     in_one_order,
@@ -340,6 +341,7 @@ class TrainVariants(Prepared):
 
         (asked, variant, captured), told = ranks.agreed(self._what_runs(ending), own, said)
         check_sequences(ranks, told)
+        check_trained(ranks, told, captured)
         if any(row.plan is None for row in map(Told.of, told)):
             variant, told = self._planned_together(ranks, captured, variant, told, ending)
             variant.remember(asked.trace)
