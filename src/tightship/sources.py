@@ -332,8 +332,10 @@ def _imagine(ranks: int = 0, rank: int = 0) -> None:
     need_torch("imagining ranks")
     from tightship.frontends.torch import compat_distributed
 
+    if not ranks:
+        raise BadInput("--rank requires --ranks of 2 or more")
     if ranks < 2:
-        raise BadInput("--rank requires --ranks of 2 or more", ranks or None)
+        raise BadInput("a number of ranks is 2 or more (leave it out for one process)", ranks, "--ranks")
     if not 0 <= rank < ranks:
         raise BadInput(f"no such rank: of {ranks}, they count from 0 to {ranks - 1}", rank, "--rank")
     compat_distributed.imagine_ranks(rank, ranks)

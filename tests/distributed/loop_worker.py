@@ -506,6 +506,19 @@ def evaluated_by_one() -> Any:
     return error
 
 
+def grouped_by_one() -> Any:
+    """One rank makes a group of all while the other is in a step."""
+    m = model()
+    given = batches()[0]
+    step = tightship.fit(m, loss_of, adamw(m), given, "100%", parallel=tightship.DataParallel())
+    step(given)
+    first = dist.get_rank() == 0
+    error = caught(dist.new_group if first else lambda: step(given))
+    if not first:
+        dist.new_group()
+    return error
+
+
 def fitted_by_one() -> Any:
     """A second model that one rank alone fits, while the other is in a step, or in a barrier; then both go on."""
     m, given = DistributedDataParallel(model()), batches(3)

@@ -10,7 +10,7 @@ OF_STEPS = (
     "losses_that_send", "written_in_steps", "other_branches", "put_and_found", "compressed", "added_up_apart",
 )  # fmt: skip
 TOGETHER = (
-    "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "logged", "adversaries",
+    "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "grouped_by_one", "logged", "adversaries",
     "held_elsewhere", "written_between_steps", "trained_apart",
 )  # fmt: skip
 
@@ -82,6 +82,11 @@ def test_a_rank_that_waits_elsewhere_ends_the_steps_of_the_others_within_seconds
     evaluating, stepping = rows["evaluated_by_one"]
     assert evaluating["type"] == ""
     assert "rank 0: waits in a gather of parameters outside of a step (loop_worker.py:" in stepping["text"]
+    assert seconds_to_error(stepping) < 5
+    grouping, stepping = rows["grouped_by_one"]
+    assert grouping["type"] == ""
+    assert "rank 0: waits in torch.distributed.new_group (worker.py:" in stepping["text"]
+    assert "all ranks make the same groups" in stepping["text"]
     assert seconds_to_error(stepping) < 5
 
 

@@ -2,8 +2,8 @@
 
 A rank that has had fewer batches, and goes to a barrier, never comes to the step in which the others wait for it, and
 they never come to the barrier. Nobody fails there, so a thread of each process looks, when asked, where the caller's
-code stands: in a collective of torch.distributed, of which group, and how many of it there were. If who asks, in a
-step, has not begun as many of that group, neither can go on.
+code stands: in a collective of torch.distributed, of which group, and how many of it there were; or where a group is
+made. If who asks, in a step, has not begun as many of that group, or has not made it, neither can go on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Final, NamedTuple
@@ -41,6 +42,8 @@ class _Standing(NamedTuple):
     """Whether the group is that of the call, or taken to be the default one."""
     inner: Any
     """Which call it is."""
+    makes: Sequence[int] | None = None
+    """The ranks that it makes the group of, where it does."""
 
     @property
     def in_fit(self) -> bool:
@@ -53,6 +56,7 @@ class Lookout:
 
     def __init__(self, store: Any, key: str, rank: int, size: int) -> None:
         self._store, self._key, self._rank, self._size = store, f"{key}/look", rank, size
+        self._looks_in = compat_distributed.other_connection(store)
         self._ended, self._asks, self._stood = threading.Event(), False, False
         self._followed = threading.get_ident()
         self.meetings = 0  # how often all ranks have called fit
@@ -86,14 +90,21 @@ class Lookout:
             if r == self._rank or not self._store.check([f"{self._key}/{r}"]):
                 continue
             told = _Standing(*json.loads(self._store.get(f"{self._key}/{r}")))
-            begun = compat_distributed.collectives_begun
-            mine = self.meetings if told.in_fit else begun(told.group)
-            if mine is not None and mine < told.begun:
+            if not self._has_come(told):
+                rule = _STEPS if told.makes is None else _GROUPS
                 found[r] = (
                     f"waits in {told.call} ({told.place}), to which rank {self._rank}, in {where}, does not come: "
-                    "all ranks take as many steps (drop_last=True, or the least number of batches), and send alike"
+                    f"{rule}"
                 )
         return found
+
+    def _has_come(self, told: _Standing) -> bool:
+        """Whether this rank has begun what another one stands in."""
+        if told.makes is not None:
+            return self._rank not in told.makes or compat_distributed.is_group(told.group)
+        begun = compat_distributed.collectives_begun
+        mine = self.meetings if told.in_fit else begun(told.group)
+        return mine is None or mine >= told.begun
 
     def heard(self) -> None:
         """To be called when the others have come, if they were asked for. Raises ``RuntimeError`` as `asked`."""
@@ -123,19 +134,19 @@ class Lookout:
         since, told = 0.0, False
         with suppress(RuntimeError):
             while not self._ended.wait(_POLL) and compat_distributed.world_size() > 1:
-                if not self._store.check([f"{self._key}/asked"]):
+                if not self._looks_in.check([f"{self._key}/asked"]):
                     continue
                 # No frame is kept, which would keep what its code has let go.
                 now = _standing(self._followed, self.meetings + 1)
                 if now is None or now != seen:
                     seen, since = now, monotonic()
                     if told:
-                        self._store.delete_key(f"{self._key}/{self._rank}")
+                        self._looks_in.delete_key(f"{self._key}/{self._rank}")
                     told = False
                 elif not told and monotonic() - since >= (_STANDS if now.known else 3 * _STANDS):
                     self._stood = True
-                    self._store.set(f"{self._key}/{self._rank}", json.dumps(now))
-                    self._store.set(f"{self._key}/any", b"1")
+                    self._looks_in.set(f"{self._key}/{self._rank}", json.dumps(now))
+                    self._looks_in.set(f"{self._key}/any", b"1")
                     told = True
 
 
@@ -144,7 +155,7 @@ def _standing(thread: int, meeting: int) -> _Standing | None:
     None where it does not."""
     frame: Any = sys._current_frames().get(thread)
     inner = None if frame is None else (id(frame), frame.f_lasti)
-    call, group = "", None
+    call, group, makes = "", None, None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module == _RANKS and frame.f_code.co_name == "wait":
@@ -154,18 +165,24 @@ def _standing(thread: int, meeting: int) -> _Standing | None:
         if frame.f_code is Sent.result.__code__:
             call, group = "a gather of parameters outside of a step", frame.f_locals["self"].group
         elif (kind := compat_distributed.call_of(frame)) is not None:
+            if (new := compat_distributed.new_group_of(frame)) is not None:
+                group, makes = new
             call, group = kind[0], group or kind[1]
         if module.partition(".")[0] not in _LIBRARIES:
             break
         frame = frame.f_back
     name = group or compat_distributed.name_of_all()
-    begun = meeting if name == _FIT else compat_distributed.collectives_begun(name)
+    begun = meeting if name == _FIT else 1 if makes else compat_distributed.collectives_begun(name)
     if not call or frame is None or begun is None:
         return None
     place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return _Standing(call, place, name, begun, group is not None, inner)
+    return _Standing(call, place, name, begun, group is not None, inner, makes)
 
 
+_STEPS: Final = (
+    "all ranks take as many steps (drop_last=True, or the least number of batches), and send alike"
+)
+_GROUPS: Final = "all ranks make the same groups, between the same steps"
 _FIT: Final = "tightship.fit"
 """In the place of a group's name."""
 _RANKS: Final = f"{__package__}.ranks"

@@ -110,6 +110,24 @@ def collectives_begun(name: str) -> int | None:
     return count
 
 
+def is_group(name: str) -> bool:
+    """Whether this rank has made the group, or is making it."""
+    try:
+        process_group(name)
+    except (RuntimeError, ValueError, KeyError):
+        return False
+    return True
+
+
+def new_group_of(frame: Any) -> tuple[str, tuple[int, ...]] | None:
+    """If a frame is of what makes a group of processes, once it knows: its name, and the ranks that it waits for."""
+    module = frame.f_globals.get("__name__", "")
+    if module != "torch.distributed.distributed_c10d" or frame.f_code.co_name != "_new_group_with_tag":
+        return None
+    own = frame.f_locals
+    return (str(own["group_name"]), tuple(own["ranks"])) if "group_name" in own and own.get("ranks") else None
+
+
 def call_of(frame: Any) -> tuple[str, str | None] | None:
     """If a frame is of torch.distributed's own code: what it calls that sends, and among whom, as far as it says."""
     module = frame.f_globals.get("__name__", "")
@@ -127,6 +145,15 @@ def call_of(frame: Any) -> tuple[str, str | None] | None:
 def process_groups_store() -> Any:
     """The key-value store that the default process group was made with, which all ranks reach."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def other_connection(store: Any) -> Any:
+    """The same store, for another thread: while one waits in it, as where a group is made, nobody else may use its
+    connection. The store itself where it has no more than one."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
 
 
 def store_of_launcher() -> bool:
