@@ -6,18 +6,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import onnx
-
-if TYPE_CHECKING:
-    from tightship.frontends.onnx.infer import Scope
 
 __all__ = ["turns_of"]
 
 _MOST: Final = 16384
 """Turns that are counted, at most."""
+
+
+class Scope(Protocol):
+    """A graph, and what is known of the contents of its values."""
+
+    proto: Any
+
+    def value(self, name: str) -> Any: ...
 
 
 def turns_of(
