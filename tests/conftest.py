@@ -29,6 +29,16 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled by tests before, or left for those after: `pytest.mark.usefixtures`."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _interruptible():
     """A job in the background inherits that interrupts are ignored; tests that interrupt would then never end."""

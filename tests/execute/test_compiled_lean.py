@@ -10,16 +10,12 @@ from tightship.frontends.torch import compat_inductor
 from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.integrations.torch_compile import compiled_plans
 
-pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
+pytestmark = [
+    pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 OPTIONS = {"mode": "compiled", "strict": True, "work": 1_000_000, "cache": None}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def convolutional():

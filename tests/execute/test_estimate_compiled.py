@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,10 @@ from tightship.frontends.torch import compat
 from tightship.frontends.torch.structure import tensor_leaves
 from tightship.graph import aligned
 
-pytestmark = pytest.mark.skipif(not allocator.available("cpu"), reason="no C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.skipif(not allocator.available("cpu"), reason="no C++ compiler"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 
 def measured(model: nn.Module, batch: Any, loop: Callable[..., Any], optimizer: Any) -> int:

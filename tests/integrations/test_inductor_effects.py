@@ -12,7 +12,10 @@ from tightship.frontends.torch.capture.fused import fuse
 from tightship.frontends.torch.compat_inductor import Kernel
 from tightship.integrations.torch_compile import compiled_plans
 
-pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
+pytestmark = [
+    pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 OPTIONS = {"mode": "compiled", "strict": True, "work": 1_000_000, "cache": None}
 logged = []
@@ -82,13 +85,6 @@ def singular(model):
     with torch.no_grad():
         model.scale.fill_(float("nan"))
     return model
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

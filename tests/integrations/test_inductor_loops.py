@@ -4,22 +4,15 @@ import pytest
 import torch
 from torch import nn
 
+from support.compiled import numbers
 from tightship.integrations.torch_compile import compiled_plans
 
-pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
+pytestmark = [
+    pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 OPTIONS = {"work": 1_000_000, "cache": None}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def as_planned(call):

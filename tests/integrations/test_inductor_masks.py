@@ -4,25 +4,18 @@ import pytest
 import torch
 from torch import nn
 
+from support.compiled import numbers
 from tightship import errors
 from tightship.execute.interpreter import Fallback
 from tightship.frontends.torch import compat_inductor_masks
 from tightship.integrations.torch_compile import compiled_plans
 
-pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
+pytestmark = [
+    pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 OPTIONS = {"mode": "compiled", "strict": True, "work": 1_000_000, "cache": None}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 SETS = {

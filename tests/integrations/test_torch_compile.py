@@ -13,7 +13,10 @@ from tightship.integrations.torch_compile import Fallback, compiled_notes, compi
 from tightship.integrations.torch_partition import _lingering
 from tightship.simulate import baseline
 
-pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
+pytestmark = [
+    pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 # Where AOTAutograd's own graph (backend="aot_eager") gives other last bits than eager: the first
 # convolution's gradients, behind a skip connection. The backend is then held to aot_eager.
@@ -38,13 +41,6 @@ BUDGETS = {
     "torch_transformer": ("100%", "70%"),
 }
 """What is feasible with models this small: the rest is parameters, gradients and scratch of convolutions."""
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def reference(name, model, loss_fn, batches):

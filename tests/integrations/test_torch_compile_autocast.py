@@ -10,12 +10,7 @@ from torch import nn
 from support.compiled import QUICK, batch, compiled, deep, equal, step
 from tightship.integrations.torch_compile import Fallback
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Turned(nn.Module):

@@ -10,12 +10,7 @@ from support.compiled import batch, compiled, deep, equal, step
 from tightship import errors
 from tightship.integrations.torch_compile import compiled_plans
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def budgets(call):

@@ -10,12 +10,7 @@ from support.compiled import batch, deep, pair
 from tightship import errors
 from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_infeasible_reaches_the_caller_as_itself_each_time():

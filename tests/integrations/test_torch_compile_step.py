@@ -10,14 +10,9 @@ from tightship.execute import allocator
 from tightship.integrations.accounting import measure_optimizers
 from tightship.integrations.torch_compile import Fallback, compiled_session, measured_step
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 needs_allocator = pytest.mark.skipif(not allocator.available(), reason="no C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Net(nn.Module):

@@ -12,14 +12,9 @@ from support.compiled import deep, equal, step
 from tightship import errors
 from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 SHORT = {"seconds": 5.0, "work": 1_000_000}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @torch.compiler.disable

@@ -15,14 +15,9 @@ from tightship.execute.allocator import Meter
 from tightship.frontends.torch.program import Ref
 from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 needs_allocator = pytest.mark.skipif(not allocator.available(), reason="no C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # --- sizes and modes ---

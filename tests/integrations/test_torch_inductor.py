@@ -39,16 +39,12 @@ from tightship.integrations.torchtitan import MemoryPolicy
 from tightship.planners.default import Options
 from tightship.planners.default import plan as default_plan
 
-pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
+pytestmark = [
+    pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 OPTIONS = {"mode": "compiled", "strict": True, "work": 1_000_000}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(model, **options):

@@ -31,6 +31,10 @@ def batch(n=32, seed=0):
     return torch.randn(n, 16, generator=torch.Generator().manual_seed(seed))
 
 
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def concatenated(*trees):
     first = trees[0]
     if isinstance(first, dict):

@@ -72,11 +72,7 @@ def told_of(captured: Program, plan: Plan | None = None, program: Program | None
 
 def told_groups(groups: Iterable[Iterable[int]]) -> tuple[str, ...]:
     """What a rank says of groups that it sends among."""
-    return tuple(_of_ranks(sorted(ranks)) for ranks in groups)
-
-
-def _of_ranks(ranks: Iterable[object]) -> str:
-    return _digest(ranks)
+    return tuple(_digest(sorted(ranks)) for ranks in groups)
 
 
 def _digest(row: Iterable[object]) -> str:
@@ -138,7 +134,7 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
         )
         raise ranks.differ(what, texts)
     if not _meet([row.groups for row in rows]):
-        texts = [f"collectives among {len(row.groups)} groups ({_of_ranks(row.groups)[:8]})" for row in rows]
+        texts = [f"collectives among {len(row.groups)} groups ({_digest(row.groups)[:8]})" for row in rows]
         raise ranks.differ("steps that send among other ranks (models on other meshes)", texts)
 
 
@@ -238,7 +234,7 @@ def _meet(told: Sequence[tuple[str, ...]]) -> bool:
         members: dict[str, list[int]] = {}
         for rank, group in enumerate(row):
             members.setdefault(group, []).append(rank)
-        if any(_of_ranks(found) != group for group, found in members.items()):
+        if any(_digest(found) != group for group, found in members.items()):
             return False
     return True
 
