@@ -58,7 +58,7 @@ def test_nothing_looser_is_lowered_where_hardly_any_time_is_to_be_saved(model):
 
     made.candidate = cheap
     assert [c.needed <= made.budget for c in made.run()] == [True]
-    counted.clear(), made.known.clear()
+    counted.clear(), made.known.clear(), made.found.clear()
     made.candidate = lambda plan: dataclasses.replace(cheap(plan), seconds=made.slack * 100)
     assert len(made.run()) == len(counted) > 1
 
@@ -176,28 +176,32 @@ def test_no_target_is_planned_for_twice_on_the_same_model(model, monkeypatch):
     seen.clear()
     made = aim(model, low + 64, lambda n, nbytes: nbytes + (1 << 16))
     made.run()
-    dataclasses.replace(made, budget=made.static, learned=[], missed=[]).run()
+    dataclasses.replace(made, budget=made.static, learned=[], found=[]).run()
     assert len(seen) == len(set(seen)) > 2
 
 
 def test_what_is_written_for_memory_is_tried_before_the_least_of_what_does_not_fit():
-    """Of two graphs, at the budget and for the least bytes; whatever is found last says which graph it is of."""
+    """Of two graphs: what is chosen says which one it is of."""
     parts = dict.fromkeys(compiled_search.CompiledSearch.__abstractmethods__)
-    kind = type("Fake", (compiled_search.CompiledSearch,), parts | {"model": object(), "static": 100})
+    kind = type(
+        "Fake", (compiled_search.CompiledSearch,), parts | {"model": object(), "static": 100, "shares": ()}
+    )
     first = Candidate(None, "", 999, 999, None)
+    fit = Candidate(None, "", 450, 450, None)
 
     def searched(fits, peaks):
         tried = []
 
         def search(own, name):
-            def of(budget, given, *, least=False):
-                tried.append((name, least))
+            def of(budget, given, how="whole"):
+                assert given is first
+                tried.append((name, how))
                 own.count += 1
-                if (name, least) != fits:
+                if (name, how) != fits:
                     raise Infeasible(
                         budget=budget, lower_bound=0, best_peak=peaks[len(tried) - 1], compiled=True
                     )
-                return given
+                return fit
 
             return of
 
@@ -218,10 +222,43 @@ def test_what_is_written_for_memory_is_tried_before_the_least_of_what_does_not_f
         assert plain.count == len(tried)
         return tried, plain.leaned, compiled_search.LEAN in plain.notes, peak
 
-    every = [("plain", False), ("lean", False), ("plain", True), ("lean", True)]
+    every = [
+        ("plain", "briefly"),
+        ("lean", "whole"),
+        ("plain", "whole"),
+        ("plain", "least"),
+        ("lean", "least"),
+    ]
     for n, fits in enumerate(every):
-        leaned = n in (1, 3)
-        assert searched(fits, (900, 900, 900, 900)) == (every[: n + 1], leaned, leaned, first.peak)
-    for k in range(4):
-        peaks = [700 if k == n else 900 for n in range(4)]
+        leaned = fits[0] == "lean"
+        assert searched(fits, [900] * 5) == (every[: n + 1], leaned, leaned, fit.peak)
+    for k in range(5):
+        peaks = [700 if k == n else 900 for n in range(5)]
         assert searched(None, peaks) == (every, True, True, 700)
+
+
+def test_what_was_far_is_searched_on_only_where_nothing_else_fits(model):
+    """Briefly, a search ends with the first pass where all was far; as a whole, it goes on from there."""
+    made = aim(model, least(model) + 64, lambda n, nbytes: nbytes + (1 << 16))
+    brief = list(made.run(briefly=True))
+    assert brief and all(map(made._far, brief)) and made.hopeless(min(c.seconds for c in brief))
+    whole = made.run()
+    assert whole[: len(brief)] == brief and len(whole) == len(set(map(id, whole))) > len(brief)
+
+
+def test_others_are_looked_at_where_they_are_faster_than_what_is_written_for_memory(model):
+    """What others save of the graph itself goes before the lean graph's, but where ours of as long was far off."""
+    parts = dict.fromkeys(compiled_search.CompiledSearch.__abstractmethods__)
+    parts |= {"model": model, "static": 0, "shares": (0.5,), "seconds": lambda self, made: made}
+    parts |= {"seed": lambda self, share: 1.0, "least": lambda self, made: 0}
+    kind = type("Fake", (compiled_search.CompiledSearch,), parts)
+    other = Candidate(1.0, "other", 90, 90, None, seconds=1.0)
+    first, lean = (Candidate(None, "", n, n, None, seconds=t) for n, t in ((999, 0.0), (95, 3.0)))
+    for missed, best in ((0.5, other), (2.0, lean)):
+        search = kind(default.Options(), None, None, looks=False)
+        search.aim = Aim(model, default.Options(), search.ours, 100, 0)
+        search.aim.found = [Candidate(None, "", 200, 200, None, seconds=missed)]
+        search.lowered = lambda made, share: other
+        search._leans()
+        assert search._unless_others(100, first, lean) is best
+        assert search.leaned is (best is lean)

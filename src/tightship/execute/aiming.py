@@ -149,7 +149,8 @@ class _Aimed(NamedTuple, Generic[T]):
 class Aim(Generic[T]):
     """Aims plans of ``model`` at ``budget``, of which ``static`` bytes are always in use. ``candidate`` lowers and
     replays what a plan says. ``workspaces``: of kernels of somebody else's, by node, where a replay has them.
-    ``known``: what other aims at this model came to, by what the model had learned and the target."""
+    ``known``: what other aims at this model came to, by what the model had learned, the target, and whether plans
+    were ``thorough``: they come to fewer bytes, and take three times as long to say that there is none."""
 
     model: Model
     options: default.Options
@@ -157,9 +158,11 @@ class Aim(Generic[T]):
     budget: int
     static: int
     workspaces: Mapping[str, int] = field(default_factory=dict)
-    known: dict[tuple[bytes, int], _Aimed[T]] = field(default_factory=dict)
+    known: dict[tuple[bytes, int, bool], _Aimed[T]] = field(default_factory=dict)
+    thorough: bool = False
+    found: list[Candidate[T]] = field(default_factory=list)
+    """What was looked at."""
     learned: list[Candidate[T]] = field(default_factory=list)
-    missed: list[Candidate[T]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.start = self.graph = with_workspaces(self.model.graph, self.model.calls, self.workspaces)
@@ -167,23 +170,26 @@ class Aim(Generic[T]):
         self.slack = GAIN * sum(op.time for op in self.graph.ops)
         self.unplanned = simulate.replay(self.graph, simulate.baseline(self.graph)).peak
 
-    def run(self) -> list[Candidate[T]]:
-        """What was looked at: some of it is within the budget, or nothing that the planner came to is."""
-        found: list[Candidate[T]] = []
+    def run(self, *, briefly: bool = False) -> list[Candidate[T]]:
+        """What was looked at, by now: some of it is within the budget, or nothing that the planner came to is, or,
+        ``briefly``, it was far from it at first."""
         for lessons, most in ((LESSONS, FEW), (0, LOWERINGS), (LESSONS, LOWERINGS)):
             self.graph = self.start
             self.learned.clear()
-            if lessons and found:
-                self._learns(min(found, key=lambda c: c.needed))
-            found += self._aimed(lessons, most)
-            if any(c.needed <= self.budget for c in found):
+            if lessons and self.found:
+                self._learns(min(self.found, key=lambda c: c.needed))
+            self.found += [c for c in self._aimed(lessons, most) if c not in self.found]
+            fits = any(c.needed <= self.budget for c in self.found)
+            if fits or (briefly and all(map(self._far, self.found))):
                 break
-        self.missed = [c for c in found if c.needed - self.budget > FAR * (self.budget - self.static)]
-        return found
+        return self.found
 
     def hopeless(self, seconds: float) -> bool:
         """Whether a plan of ours that computes again for so long, or longer, was far from fitting."""
-        return any(c.seconds >= seconds for c in self.missed)
+        return any(c.seconds >= seconds for c in self.found if self._far(c))
+
+    def _far(self, c: Candidate[T]) -> bool:
+        return c.needed - self.budget > FAR * (self.budget - self.static)
 
     def _aimed(self, lessons: int, most: int) -> list[Candidate[T]]:
         found: list[Candidate[T]] = []
@@ -241,14 +247,16 @@ class Aim(Generic[T]):
         return replace(default.problem_of(graph, order, o), in_place=True)
 
     def _at(self, target: int) -> _Aimed[T]:
-        key = self.graph.columns.workspace.tobytes(), target
+        key = self.graph.columns.workspace.tobytes(), target, self.thorough
         if key not in self.known:
             self.known[key] = self._planned(target)
         return self.known[key]
 
     def _planned(self, target: int) -> _Aimed[T]:
         try:
-            plan = default.plan(self.graph, target, self.options, problem=self._problem(target), prove=False)
+            plan = default.plan(
+                self.graph, target, self.options, problem=self._problem(target), prove=self.thorough
+            )
         except Infeasible as error:
             return _Aimed(least=error.best_peak)
         graph, peak = self.model.graph, plan.peak

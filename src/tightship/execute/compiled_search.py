@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 from msgspec import structs
 
@@ -45,6 +45,9 @@ LEAN: Final = (
     "one after the other)"
 )
 """The note of what is compiled as it is written for memory."""
+
+How = Literal["whole", "briefly", "least"]
+"""How a graph is searched."""
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -83,6 +86,7 @@ class CompiledSearch(ABC, Generic[T]):
         self.notes: list[str] = []
         self.failed: list[str] = []  # why Inductor failed at candidates
         self.seen: dict[Hashable, Candidate[T]] = {}
+        self.aim: Aim[T] | None = None  # at the budget
         self.aimed: dict[Any, Any] = {}  # what aims came to, by what they were at
 
     # --- what a kind of candidates is ---
@@ -212,11 +216,11 @@ class CompiledSearch(ABC, Generic[T]):
         return self.seed(row.share) if known else None
 
     def within(self, budget: int, first: Candidate[T]) -> Candidate[T]:
-        """The fastest within the budget; of the lean graph only where there is none. Where nothing fits, the least of
-        both is looked for, whatever the budget is, so that what is reported can be had; it may fit. Raises
-        ``Infeasible``."""
+        """The fastest within the budget; of the lean graph only where nothing of this one is, or, at first, nothing
+        was near it. Where nothing fits, the least of both is looked for, whatever the budget is, so that what is
+        reported can be had; it may fit. Raises ``Infeasible``."""
         reached: list[int] = []
-        best = self._tried(self, budget, first, reached)
+        best = self._tried(self, budget, first, reached, "briefly")
         lean = self.lean() if best is None else None
         other: Candidate[T] | None = None
         if lean is not None:
@@ -224,12 +228,16 @@ class CompiledSearch(ABC, Generic[T]):
             with suppress(NotLowered):
                 other = lean.stock()
             best = other and self._tried(lean, budget, other, reached)
-        if best is None and self.model is not None and budget > self.static:
+        if best is not None and lean is not None:
+            best = self._unless_others(budget, first, best)
+        if best is None:
             self._stays()
-            best = self._tried(self, budget, first, reached, least=True)
+            best = self._tried(self, budget, first, reached)
+        if best is None and self.model is not None and budget > self.static:
+            best = self._tried(self, budget, first, reached, "least")
             if best is None and lean is not None and other is not None:
                 self._leans()
-                best = self._tried(lean, budget, other, reached, least=True)
+                best = self._tried(lean, budget, other, reached, "least")
         if best is None:
             raise Infeasible(
                 budget=budget, lower_bound=self.static, best_peak=min(reached), compiled=True
@@ -237,17 +245,24 @@ class CompiledSearch(ABC, Generic[T]):
         return best
 
     def _tried(
-        self, search: CompiledSearch[T], budget: int, first: Candidate[T], reached: list[int], *, least: bool = False
+        self, search: CompiledSearch[T], budget: int, first: Candidate[T], reached: list[int], how: How = "whole"
     ) -> Candidate[T] | None:  # fmt: skip
         """What a search, of this graph or the lean one, finds; or what it has ``reached``."""
         search.count = self.count
         try:
-            return search.search(budget, first, least=least)
+            return search.search(budget, first, how)
         except Infeasible as error:
             reached.append(error.best_peak)
             return None
         finally:
             self.count = search.count
+
+    def _unless_others(self, budget: int, first: Candidate[T], lean: Candidate[T]) -> Candidate[T]:
+        """What the lean graph came to, or what others would save of this one, where that is faster."""
+        best = fastest([first, lean], self.shares, self, budget, self.static, self.aim)
+        if best is not lean:
+            self._stays()
+        return best
 
     def lean(self) -> CompiledSearch[T] | None:
         """The search on the graph as it is written for memory: what is chosen is of it from now on."""
@@ -272,16 +287,22 @@ class CompiledSearch(ABC, Generic[T]):
         self.leaned = False
         self.notes[:] = [n for n in self.notes if n != LEAN]
 
-    def search(self, budget: int, first: Candidate[T], *, least: bool = False) -> Candidate[T]:
+    def search(self, budget: int, first: Candidate[T], how: How = "whole") -> Candidate[T]:
         """The fastest within the budget of this graph; or what comes to the ``least`` bytes, if it is within the
-        budget. Raises ``Infeasible``."""
+        budget. ``briefly``: no more than what our plans come to at first, if that is far. Raises ``Infeasible``."""
         model, static = self.model, self.static
         if model is None:
             return fastest([first], STOCK, self, budget, static)
-        target = static if least else budget
-        aim = Aim(model, self.options, self.ours, target, static, first.workspaces(), self.aimed)
-        found = [first, *aim.run()]
-        return fastest(found, () if least else self.shares, self, budget, static, aim)
+        if how == "least":
+            aim = Aim(
+                model, self.options, self.ours, static, static, first.workspaces(), self.aimed, thorough=True
+            )
+            return fastest([first, *aim.run()], (), self, budget, static, aim)
+        if self.aim is None:
+            self.aim = Aim(model, self.options, self.ours, budget, static, first.workspaces(), self.aimed)
+        found = [first, *self.aim.run(briefly=how == "briefly")]
+        fits = any(c.needed <= budget for c in found)
+        return fastest(found, self.shares if fits or how == "whole" else (), self, budget, static, self.aim)
 
     # --- candidates ---
 

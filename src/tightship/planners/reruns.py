@@ -58,6 +58,7 @@ class Searching(Protocol):
     options: Options
     before: Timeline
     near: float
+    quick: bool
     time_bound: float
     reached: floor.Reached
     seen: list[floor.Placed]
@@ -110,7 +111,10 @@ class Reruns:
         return few and not search.problem.only and "recompute" in search.problem.means
 
     def _lower(self, count: int) -> None:
-        """Make the least plans, so many, smaller, until one is within the budget."""
+        """Make the least plans, so many, smaller, until one is within the budget. Not in a quick search, for it takes
+        longer than the search before it."""
+        if self.search.quick:
+            return
         for start in self.search.reached.plans[:count]:
             line = self._lowest(start.found.timeline)
             lower = line is not start.found.timeline
