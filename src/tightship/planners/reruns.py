@@ -46,6 +46,10 @@ _TURNS, _FROM = 4, 3
 """How often what came of one is changed again; of how many plans that need more than there is."""
 _NEARLY = 1.1
 """How many times the budget a plan may need from which one within it is looked for."""
+_SLOW = 0.1
+"""So far above the goal, likewise, is far longer than it has to be."""
+_LOOSER = (0.005, 0.02)
+"""By which parts of the budget a plan may need more from which one within it is looked for there."""
 _HOLES = 3
 """How often fewer bytes are aimed at as the places of everything take more."""
 
@@ -68,6 +72,8 @@ class Searching(Protocol):
     def bytes(self) -> int: ...
 
     def ends(self, clock: Clock) -> bool: ...
+
+    def looser(self, budget: int, clock: Clock) -> Timeline | None: ...
 
     def offer(self, line: Timeline, clock: Clock, *, hard: bool = True) -> floor.Placed: ...
 
@@ -104,6 +110,7 @@ class Reruns:
             self._lower(_FROM)
         if self.search.reached.within(self.search.bytes) is not None:
             self._faster()
+            self._come_down()
 
     def _may(self) -> bool:
         search = self.search
@@ -134,6 +141,19 @@ class Reruns:
             if made is not None and made.peak < line.peak:
                 line = made
         return line
+
+    def _come_down(self) -> None:
+        """Where what fits takes far longer than it has to: what a little more memory allows, made smaller. Searches
+        for the least leave plans that recompute everything, and stay there."""
+        search, budget = self.search, self.search.bytes
+        for part in _LOOSER:
+            best = search.reached.within(budget)
+            assert best is not None
+            if search.quick or self._above(best.found.timeline) <= _SLOW * search.before.time:
+                return
+            line = search.looser(budget + int(budget * part), self.clock)
+            if line is not None:
+                self._place(self._fastest(self._lowest(line), budget), best.found.timeline)
 
     def _faster(self) -> None:
         search, budget = self.search, self.search.bytes

@@ -436,6 +436,17 @@ class Search:
         if (found := self.reached.within(budget)) is not None:
             self._search_from(found.found, progress, clock)
 
+    def looser(self, budget: int, clock: Clock) -> Timeline | None:
+        """What a search for more bytes finds that knows nothing of this one."""
+        problem = replace(self.problem)  # with an archive of its own
+        args = (self.graph, problem, self.options, self.before, budget, self.deadline, self.near)
+        other = Search(*args, whole=False, quick=self.quick)
+        line = None
+        with suppress(Infeasible, KeyboardInterrupt):
+            line = other.fit(None, clock)[0].timeline
+        self.interrupted |= other.interrupted
+        return line
+
     def come_down(self, clock: Clock) -> None:
         """A search for few bytes that leaves out what takes long."""
         with suppress(KeyboardInterrupt):
