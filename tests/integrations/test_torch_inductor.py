@@ -436,7 +436,7 @@ def test_attention_with_dropout_within_a_budget():
 
 @pytest.mark.slow
 def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled_search.Aim, "run", lambda self: [])
+    monkeypatch.setattr(compiled_search.Aim, "run", lambda self, **how: [])
     monkeypatch.setattr(torch_inductor_search.Search, "shares", (None,))
 
     def block():
@@ -457,7 +457,7 @@ def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_depthwise_convolutions_that_run_again_keep_the_layouts_of_a_backward_pass_without_them(monkeypatch):
-    monkeypatch.setattr(compiled_search.Aim, "run", lambda self: [])
+    monkeypatch.setattr(compiled_search.Aim, "run", lambda self, **how: [])
     monkeypatch.setattr(torch_inductor_search.Search, "shares", (None,))
 
     def block():
