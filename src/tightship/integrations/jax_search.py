@@ -20,7 +20,8 @@ import msgspec
 
 from tightship.errors import Infeasible, Unsupported
 from tightship.frontends.jax_program import Program, on_values
-from tightship.integrations.jax_levels import POLICIES, Level, Planner, unplanned_bytes
+from tightship.integrations.jax_levels import Level, Planner, unplanned_bytes
+from tightship.integrations.jax_policies import is_policy
 
 __all__ = [
     "Candidate",
@@ -467,6 +468,7 @@ class Search:
         if self.room <= 0:
             return
         self._by_policies(math.inf, math.inf)
+        self._by_blocks()
         asked = max((c.beyond for c in self.found if c.beyond < math.inf), default=math.inf)
         most = unplanned_bytes(self.program)
         for part in _UPWARDS if asked < most else ():
@@ -477,6 +479,22 @@ class Search:
             self.look(self.planner.level(self.program, beyond), beyond)
         if not self.fitting():
             self._in_other_order()
+
+    def _by_blocks(self) -> None:
+        """All ways to cut the step into blocks, in both of XLA's orders, the better one first, up to the first that
+        is within the budget: the model does not know which of them XLA makes least of."""
+        rows = sorted(self.planner.blocks(self.program).items(), key=lambda row: row[1].flops)
+        for order in sorted(self._orders, key=self._least_in):
+            for name, level in rows:
+                if self.fitting() or self._late:
+                    return
+                if (_key(level, [name]), order) not in self._looks:
+                    of = Candidate(self.lower(level), self.before, order, level, math.inf, [name])
+                    self._look_in(order, of)
+
+    def _least_in(self, order: bool) -> float:
+        """The fewest bytes of temporaries of programs in one of XLA's orders."""
+        return min((c.memory.temporaries for c in self.found if c.order == order), default=math.inf)
 
     @property
     def _late(self) -> bool:
@@ -531,6 +549,6 @@ class Search:
         """The level that ``log`` says. Raises what reading a log that is none of this program's comes to."""
         beyond = math.inf if beyond >= _ENDLESS else beyond
         planner = Planner(self.planner.hold, given=iter(log))
-        if log and log[0] in POLICIES:
+        if log and is_policy(log[0]):
             return planner.by_policy(self.program, str(log[0]), beyond)
         return planner.level(self.program, beyond)
