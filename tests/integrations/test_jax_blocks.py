@@ -1,6 +1,7 @@
 """Steps cut into blocks, as people write `jax.checkpoint` around one layer after the other."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +11,16 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
-from tightship.integrations.jax_levels import Planner, _check, _frame  # noqa: E402
+from tightship.integrations.jax_levels import Planner, _check, _frame, unplanned_bytes  # noqa: E402
 from tightship.integrations.jax_policies import block_names, steps_of_policy, unbeaten  # noqa: E402
 from tightship.integrations.jax_regions import program_of  # noqa: E402
-from tightship.integrations.jax_search import compile_for, memory_of  # noqa: E402
+from tightship.integrations.jax_search import (  # noqa: E402
+    Candidate,
+    Search,
+    compile_for,
+    look_at,
+    memory_of,
+)
 
 LAYERS = 4
 KEY = jax.random.PRNGKey(0)
@@ -85,11 +92,18 @@ def test_a_checkpoint_around_each_layer_reaches_no_less() -> None:
 
 
 @pytest.mark.parametrize(("layer", "rows", "share"), [(attention, 64, 0.45), (state_space, 16, 0.53)])
-def test_layers_in_a_row_are_cut_where_no_other_plan_is_small_enough(layer, rows, share) -> None:
-    """Of what is planned value by value XLA makes no less than 0.51 and 0.61 of the temporaries."""
+def test_layers_in_a_row_are_cut_where_no_other_plan_is_small_enough(layer, rows, share, tmp_path) -> None:
+    """Of what is planned value by value XLA makes no less than 0.51 and 0.61 of the temporaries. A second start reads
+    the plan."""
     params, x = weights(), X[:, :rows]
-    fitted = tightship.jax.fit(step_of(layer), f"static+{share:.0%}", seconds=60.0)
-    fit = fitted.prepare(params, x)
+
+    def fit_of():
+        fitted = tightship.jax.fit(step_of(layer), f"static+{share:.0%}", seconds=60.0, cache=tmp_path)
+        return fitted, fitted.prepare(params, x)
+
+    fitted, fit = fit_of()
+    again = fit_of()[1]
+    assert again.tried == () and (again.memory, again.repeated) == (fit.memory, fit.repeated)
     assert fit.memory.temporaries <= share * fit.before.temporaries and fit.extra_flops <= 0.25
     same(fitted(params, x), jax.jit(step_of(layer))(params, x))
 
@@ -141,6 +155,29 @@ def test_gradients_in_a_loop_are_cut_inside_of_it() -> None:
     plain = planner.by_policy(program, "blocks/1/1", math.inf)
     cut = planner.by_policy(program, "blocks/4/4", math.inf)
     assert cut.peak < 0.75 * plain.peak and cut.again > 0 and cut.flops > plain.flops
+
+
+def test_plans_between_the_least_and_those_that_took_too_much_are_looked_at(monkeypatch) -> None:
+    """A search that goes from too much to the least there is has left out what lies between, of which XLA may make
+    less than of the least."""
+    traced = jax.jit(step_of(attention)).trace(weights(), X)
+    program, leaves = program_of(traced.jaxpr), jax.tree.leaves((weights(), X))
+    before, operations = look_at(traced.lower(), memory=False)
+    search = Search(program, leaves, (), before.total - 1, before, math.inf, operations)
+    wide = search.planner.level(program, 0.9 * unplanned_bytes(program))
+    least = search.planner.level(program, 0.0)
+    for beyond, level in ((float(wide.peak), wide), (0.0, least)):
+        taken = replace(before, temporaries=before.temporaries + 1)
+        search.found.append(Candidate(None, taken, False, level, beyond, []))
+    asked: list[float] = []
+
+    def look(level, beyond):
+        asked.append(beyond)
+        search.found.append(replace(search.found[0], memory=replace(before, temporaries=0)))
+
+    monkeypatch.setattr(search, "look", look)
+    search._elsewhere()
+    assert len(asked) == 1 and least.peak < asked[0] < wide.peak  # the first was within the budget
 
 
 def test_unbeaten_names_come_by_operations() -> None:
