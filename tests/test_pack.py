@@ -81,6 +81,8 @@ def test_what_cannot_fit_together_is_named_with_its_time(there, capsys):
     assert status == 1 and "lower bound  18 B" in out
     assert "at time 4 these 3 are alive together and need 16 B:\n  d, b, a" in out
     assert "d alone needs 9 B" in run("pack", "p.csv", "-c", "8", capsys=capsys)[1]
+    assert as_json("pack", "p.csv", "-c", "8", capsys=capsys)[1]["too_large"] == [{"id": "d", "bytes": 9}]
+    assert rows["too_large"] == []
 
 
 def test_what_is_not_proved_is_said_not_to_be(there, capsys):

@@ -305,6 +305,11 @@ def load_step(text: str, *, as_it_is: bool = False, **ranks: int) -> ModelStep:
     """The model and what comes with it that ``module:factory`` makes, of one of the ``ranks`` given (``ranks``,
     ``rank``): divided as a plan does it, or, ``as_it_is``, as torch does. Raises as `load_source`."""
     module, colon, name = text.partition(":")
+    if as_it_is and not colon and (Path(text).suffix in {*_ENDINGS, ".json", ".txt"} or os.path.exists(text)):
+        raise BadInput(
+            "a model's file has no step to run: give module:factory, or see what the file needs with tightship plan",
+            place=text,
+        )
     if not colon or not module or not name:
         raise BadInput(f"unknown source {text!r}: a source is module:factory, {FILES}; {_RETURNS}")
     factory = _factory(module, name, text)

@@ -672,6 +672,16 @@ def test_the_verb_answers_people(source: str, capsys: pytest.CaptureFixture[str]
     assert status == 0 and "fits" in text and "assumed" in text
 
 
+@pytest.mark.parametrize(
+    "name", ["model.onnx", "net.tflite", "net.keras", "graph.pb", "graph.json", "module.txt"]
+)
+def test_a_models_file_is_sent_to_plan(name, capsys):
+    """Not told to be an unknown source, in a sentence that lists it among the known ones."""
+    status, rows = as_json("estimate", name, capsys=capsys)
+    said = rows["error"]["message"]
+    assert status == 2 and name in said and "no step to run" in said and "tightship plan" in said
+
+
 def test_modules_have_every_byte_of_the_model_s_and_hold_what_is_inside_them() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.ReLU(), nn.Linear(16, 4)))
     batch = (torch.randn(4, 8), torch.randint(4, (4,)))

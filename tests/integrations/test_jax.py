@@ -67,6 +67,34 @@ def test_the_fastest_within_the_budget_is_chosen(traced) -> None:
     assert error.value.best_peak == policies[0].peak
 
 
+def test_gradients_that_are_accumulated_have_a_policy(given) -> None:
+    """A loop over micro-batches has a forward and a backward pass in each turn; what leaves between them is the
+    same as without the loop, and so are policies, and what XLA makes of them."""
+
+    def accumulated(body):
+        def step(weights, x):
+            def turn(total, part):
+                grads = jax.grad(loss_of(body))(weights, part)
+                return jax.tree.map(jnp.add, total, grads), None
+
+            return jax.lax.scan(turn, jax.tree.map(jnp.zeros_like, weights), x.reshape(2, BATCH // 2, WIDE))[
+                0
+            ]
+
+        return step
+
+    plain = jax.jit(accumulated(block))
+    policies = plan_policies(plain.trace(*given))
+    assert [p.names for p in policies[:2]] == [(), ("up",)] and policies[-1].everything
+    chosen = plan_policy(plain.trace(*given), "60%")
+    assert chosen.peak <= 0.6 * chosen.peak_before and not chosen.everything
+    fitted = jax.jit(accumulated(jax.checkpoint(block, policy=chosen.policy))).lower(*given).compile()
+    whole = plain.lower(*given).compile()
+    assert temp_bytes(fitted) < 0.6 * temp_bytes(whole)
+    for a, b in zip(jax.tree.leaves(fitted(*given)), jax.tree.leaves(whole(*given)), strict=True):
+        assert np.array_equal(a, b)
+
+
 def test_more_names_than_sets_can_be_tried_are_left_out_one_by_one(given) -> None:
     def body(x, w):
         h = x @ w["a"]

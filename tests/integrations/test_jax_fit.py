@@ -17,12 +17,12 @@ from tightship.frontends.jax_program import Ops, _chosen, inlined  # noqa: E402
 from tightship.integrations.jax_fit import FittedStep  # noqa: E402
 from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out  # noqa: E402
 from tightship.integrations.jax_levels import (  # noqa: E402
-    POLICIES,
     Planner,
     _peak,
     _whole,
     unplanned_bytes,
 )  # fmt: skip
+from tightship.integrations.jax_policies import POLICIES  # noqa: E402
 from tightship.integrations.jax_regions import bodies_of, program_of  # noqa: E402
 from tightship.integrations.jax_search import (  # noqa: E402
     _key,

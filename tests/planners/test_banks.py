@@ -217,3 +217,28 @@ def test_a_bank_that_is_too_small_is_said_to_be(tmp_path, capsys) -> None:  # ty
     assert "500 B of 100 B, NOT within it, 2 buffers" in capsys.readouterr().out
     assert main([*given, "--bank", "slow"]) == 0
     assert "NOT within" not in capsys.readouterr().out
+
+
+def test_every_buffer_that_fits_in_none_of_its_banks_is_named(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+    """Those that are bound to a bank, and those that are not; not what has room somewhere."""
+    rows = "id,lower,upper,size,pool\nw,0,9,40,fast\nc1,1,3,70,\nc2,3,5,60,\nb,0,9,8,fast\n"
+    (tmp_path / "p.csv").write_text(rows)
+    given = ["pack", str(tmp_path / "p.csv"), "--bank", "fast=32", "--bank", "slow=64"]
+    status, found = as_json(*given, capsys=capsys)
+    assert status == 1 and not found["met"]
+    assert found["too_large"] == [{"id": "w", "bytes": 40}, {"id": "c1", "bytes": 70}]
+    status, out = run(*given, capsys=capsys)[:2]
+    assert status == 1 and "w alone needs 40 B, c1 alone needs 70 B" in out and "c2" not in out
+    status, found = as_json(*given[:2], "--bank", "fast=40", "--bank", "slow=70", capsys=capsys)
+    assert found["too_large"] == []
+
+
+def test_a_plan_says_which_tensors_fit_in_no_bank(tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    save_graph(fan(4), tmp_path / "g.json")
+    given = ["plan", "g.json", "--bank", "sram=64@8", "--bank", "dram=65@1"]
+    status, rows = as_json(*given, capsys=capsys)
+    assert status == 1 and not rows["banks_met"] and rows["too_large"]
+    assert all(row["bytes"] > 65 for row in rows["too_large"])
+    out = run(*given, capsys=capsys)[1]
+    assert f"{rows['too_large'][0]['id']} alone needs" in out

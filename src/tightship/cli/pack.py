@@ -15,7 +15,7 @@ from tightship.files import write_file
 from tightship.frontends import problem_csv
 from tightship.frontends.problem_csv import Table, chosen_conflicts
 from tightship.options import given_options
-from tightship.plan import Pool, Problem, Solution
+from tightship.plan import Buffer, Pool, Problem, Solution
 from tightship.planners import planner
 from tightship.planners.packing import Interrupted, Search, spans, watched
 from tightship.planners.packing import pack as place
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tightship.diagnose.infeasible_subset import InfeasibleSubset
     from tightship.planners.banks import Banked
 
-__all__ = ["bank_lines", "bank_rows", "pack", "verify_packing"]
+__all__ = ["bank_lines", "bank_rows", "pack", "verify_packing", "why_unmet"]
 
 _ANY_HEAP = 2**62  # of a packing that is verified without being told a limit
 _SHOWN = 20  # ids of a clash, and violations, that people are shown
@@ -60,13 +60,8 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
                 raise KeyboardInterrupt from None
             solution, interrupted = end.solution, True
         met = not any(v.code == "over-capacity" for v in check_solution(problem, solution))
-        subset = None
-        if not met:
-            from tightship.diagnose.infeasible_subset import infeasible_subset, infeasible_subset_of_pools
-
-            limit = capacity or 0
-            subset = infeasible_subset_of_pools(problem) if pools else infeasible_subset(problem, limit)
-    rows = _rows(problem, solution) | {"met": met, "clash": _subset_rows(subset)}
+        unmet, why = ({"clash": None, "too_large": []}, "") if met else why_unmet(problem, solution)
+    rows = _rows(problem, solution) | {"met": met} | unmet
     rows |= {"pools": _pool_rows(problem, solution), "interrupted": interrupted}
     text = [_said(chosen.problem, problem, solution), *_pool_lines(problem, solution)]
     if banked is not None:
@@ -75,7 +70,7 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
     if interrupted:
         text.append("interrupted: this is the best that was found so far")
     if not met:
-        text.append(_why(subset, solution, capacity))
+        text.append(why)
         for name in ("output", "arena_header"):
             if (path := files.pop(name, None)) is not None:
                 text.append(f"not written to {path}: the capacity is not met")
@@ -193,15 +188,31 @@ def _said(name: str, problem: Problem, solution: Solution) -> str:
     return "\n".join([head, *(f"  {word:<11}  {said}" for word, said in rows)])
 
 
-def _why(why: InfeasibleSubset | None, solution: Solution, capacity: int | None) -> str:
+def why_unmet(problem: Problem, solution: Solution) -> tuple[dict[str, Any], str]:
+    """Which buffers do not fit, for programs and for people."""
+    from tightship.diagnose.infeasible_subset import infeasible_subset, infeasible_subset_of_pools, too_large
+
+    limit = problem.capacity or 0
+    subset = infeasible_subset_of_pools(problem) if problem.pools else infeasible_subset(problem, limit)
+    alone = too_large(problem)
+    rows = {"clash": _subset_rows(subset), "too_large": [{"id": b.id, "bytes": b.size} for b in alone]}
+    return rows, _why(subset, alone, solution, problem.capacity)
+
+
+def _why(
+    why: InfeasibleSubset | None, alone: Sequence[Buffer], solution: Solution, capacity: int | None
+) -> str:
+    if alone:
+        names = ", ".join(f"{b.id} alone needs {_exact(b.size)}" for b in alone[:_SHOWN])
+        more = f", and {len(alone) - _SHOWN} more are too large" if len(alone) > _SHOWN else ""
+        where = "the capacity" if capacity is not None else "the capacity of any pool that it may go to"
+        return f"no packing can meet {where}: {names}{more}"
     if why is None and capacity is not None and solution.lower_bound > capacity:
         return "no packing can meet the capacity: the lower bound is above it"
     if why is None:
         return "no packing was found that meets the capacity; that there is none is not proved"
     more = f" and {len(why.ids) - _SHOWN} more" if len(why.ids) > _SHOWN else ""
     names = ", ".join(why.ids[:_SHOWN]) + more
-    if len(why.ids) == 1:
-        return f"no packing can meet the capacity: {names} alone needs {_exact(why.nbytes)}"
     return (
         f"no packing can meet the capacity: at time {why.time} these {len(why.ids)} are alive together "
         f"and need {_exact(why.nbytes)}:\n  {names}"

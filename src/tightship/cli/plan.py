@@ -133,7 +133,7 @@ def _banked(
 ) -> bool:
     """The plan's arena in banks instead: says where everything lies, and writes the header. Whether a bank is too
     small."""
-    from tightship.cli.pack import bank_lines, bank_rows
+    from tightship.cli.pack import bank_lines, bank_rows, why_unmet
     from tightship.planners.banks import assign_banks, parse_banks, problem_of
 
     problem = problem_of(answer.graph, answer.plan, parse_banks(chosen.bank))
@@ -147,7 +147,9 @@ def _banked(
     )
     text += [f"banks: {', '.join(said)}", *bank_lines(banked)]
     if not banked.met:
-        text.append("no placement was found that keeps the capacity of every bank")
+        unmet, why = why_unmet(problem, banked.solution)
+        rows |= unmet
+        text.append(why)
     path = files.pop("arena_header", None)
     if path is not None and banked.met:
         from tightship.report.c_header import header_of_packing

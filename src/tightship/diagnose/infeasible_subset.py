@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tightship.plan import Buffer, Problem
 from tightship.planners.place.problem import cut, merge
 
-__all__ = ["InfeasibleSubset", "infeasible_subset", "infeasible_subset_of_pools"]
+__all__ = ["InfeasibleSubset", "infeasible_subset", "infeasible_subset_of_pools", "too_large"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,22 @@ def infeasible_subset_of_pools(problem: Problem) -> InfeasibleSubset | None:
             if pool.heap is not None and b.size > pool.heap:
                 return InfeasibleSubset(b.lower, (b.id,), b.size)
     return None
+
+
+def too_large(problem: Problem) -> tuple[Buffer, ...]:
+    """The buffers that have no room even alone: neither in the arena nor in any pool that they may go to."""
+    limits = {pool.name: min(_known(pool.capacity), _known(pool.heap)) for pool in problem.pools}
+    every = tuple(limits)
+
+    def room(b: Buffer) -> float:
+        names = (b.pools or every) if b.pinned is None else (b.pools or every)[:1]
+        return max((limits[name] for name in names), default=_known(problem.capacity))
+
+    return tuple(b for b in problem.buffers if (b.pinned or 0) + b.size > room(b))
+
+
+def _known(limit: int | None) -> float:
+    return math.inf if limit is None else limit
 
 
 def _without_pools(buffers: Sequence[Buffer], limit: int | None) -> InfeasibleSubset | None:

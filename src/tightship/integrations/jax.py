@@ -20,6 +20,8 @@ from itertools import combinations
 from typing import Any
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
 from tightship.errors import BadInput, Infeasible
 from tightship.frontends.jaxpr import lower
@@ -71,11 +73,12 @@ def plan_policies(traced: Any) -> tuple[Policy, ...]:
     before = replay(graph, baseline(graph))
     frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
     known = tuple(sorted(found.names))
+    crossing = _crossing(frame)
     rows = [Policy(known, known, before.peak, before.time, before.peak, before.time, everything=True)]
 
     def tried(names: Sequence[str]) -> Policy:
         saved = found.carried.union(*(found.names[n] for n in names))
-        line = replay(graph, frame.lower(with_saved(frame, frozenset(saved))))
+        line = replay(graph, frame.lower(with_saved(frame, frozenset(saved), crossing)))
         return Policy(tuple(names), known, line.peak, line.time, before.peak, before.time)
 
     rows += map(tried, _sets(known)) if len(known) <= _EVERY else _one_by_one(known, tried)
@@ -85,6 +88,16 @@ def plan_policies(traced: Any) -> tuple[Policy, ...]:
         if not best or p.time < best[-1].time:
             best.append(p)
     return tuple(best)
+
+
+def _crossing(frame: EvictionProblem) -> NDArray[np.bool_]:
+    """The gaps between a use in a forward pass and one in its backward pass: of loops over micro-batches, whose
+    gradients are taken in each turn, there are as many passes as turns."""
+    behind = np.array([op.phase == "backward" for op in frame.graph.ops])[list(frame.order)]
+    before, after = frame.gaps[:, 1], frame.gaps[:, 2]
+    last = np.minimum(after, len(behind) - 1)
+    found: NDArray[np.bool_] = ~behind[before] & behind[last] & (after < len(behind))
+    return found
 
 
 def plan_policy(traced: Any, budget: Any) -> Policy:

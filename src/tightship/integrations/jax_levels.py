@@ -7,8 +7,9 @@ the bytes that are left where they run (`Planner`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,14 @@ from tightship.frontends.jax_program import Equation, Ops, Program, on_values
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import Graph, Op, aligned
 from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out
+from tightship.integrations.jax_policies import (
+    POLICIES,
+    Steps,
+    all_saved,
+    block_names,
+    steps_of_policy,
+    unbeaten,
+)
 from tightship.integrations.jax_regions import (
     ROWWISE,
     Pair,
@@ -37,7 +46,7 @@ from tightship.plan import Step
 from tightship.planners import default
 from tightship.simulate import baseline, extras, replay
 
-__all__ = ["POLICIES", "Level", "Planner", "unplanned_bytes"]
+__all__ = ["Level", "Planner", "unplanned_bytes"]
 
 _WORK, _OF_MANY = 4_000_000, 1_000_000
 """Ops that one search simulates at most: the same plan on every machine. The latter where loops hand on values: there
@@ -52,14 +61,9 @@ _SHARES = (1.0, 0.85, 0.7, 0.58, 0.47, 0.38, 0.3, 0.23, 0.17, 0.11, 0.05, 0.0)
 """Parts of what loops may hand on, or of the bytes there are for it, that are tried."""
 _STRIDE = 3
 """Every third of them at first, then those beside the best."""
-POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
-"""Policies of `jax.checkpoint` that people take."""
 
 Share = float | str
 """A part of what loops may hand on, or the policy that says what they do."""
-
-Steps = list[tuple[bool, int]]
-"""Which op runs when, and whether for the second time."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Planner:
     _handed: dict[Any, tuple[Any, PlannedPair, list[Any]]] = field(default_factory=dict)
     _pairs: dict[int, tuple[Program, tuple[Pair, ...]]] = field(default_factory=dict)
     _ops: dict[int, tuple[Program, Ops]] = field(default_factory=dict)
+    _blocks: dict[int, tuple[Program, dict[str, Level]]] = field(default_factory=dict)
     _least: dict[int, tuple[Ops, int]] = field(default_factory=dict)
 
     def level(self, program: Program, beyond: float) -> Level:
@@ -154,12 +159,28 @@ class Planner:
         return level
 
     def policies(self, program: Program) -> list[str]:
-        """The policies that save other results of a program each."""
+        """The policies that save other results of a program each, and the ways to cut it into blocks that no other
+        one beats by the model."""
         found: dict[tuple[bool, ...], str] = {}
         for policy in POLICIES:
             saves = getattr(jax.checkpoint_policies, policy)
-            found.setdefault(tuple(_all_saved(saves, (e.made for e in program.equations))), policy)
-        return list(found.values())
+            found.setdefault(tuple(all_saved(saves, (e.made for e in program.equations))), policy)
+        return [
+            *found.values(),
+            *unbeaten({name: (x.flops, x.peak) for name, x in self.blocks(program).items()}),
+        ]
+
+    def blocks(self, program: Program) -> dict[str, Level]:
+        """The ways to cut a program into blocks that are other programs each, as planned."""
+        if id(program) not in self._blocks:
+            kept, found = self.log, dict[tuple[int, int, int], tuple[str, Level]]()
+            for name in block_names():
+                level = self.by_policy(program, name, math.inf)
+                if level.again:
+                    found.setdefault((level.flops, level.peak, level.again), (name, level))
+            self.log = kept
+            self._blocks[id(program)] = program, dict(found.values())
+        return self._blocks[id(program)][1]
 
     def by_policy(self, program: Program, policy: str, beyond: float) -> Level:
         """The program as `jax.checkpoint` with a policy has it: around the bodies of its loops, if it has pairs of
@@ -174,13 +195,16 @@ class Planner:
         """The level where loops hand on ``share``; of a pair's joined program, with its two halves."""
         given = program
         program = self._within(program)
+        inside = 0
+        if isinstance(share, str):
+            program, inside = self._inside_by_policy(program, pairs, share)
         chosen = [(p, self._halves(p, math.inf, share)) for p in pairs]
         made = handed_on(program, chosen, self.hold)
-        plain = not pairs and not any(e.inner for e in made.equations)
+        plain = not pairs and not inside and not any(e.inner for e in made.equations)
         ops = self._ops_of(given) if plain else Ops(_without_inner(made) if beyond < math.inf else made)
         policy = share if isinstance(share, str) and not pairs else None
         frame, steps = self._solved(ops, pair, share, beyond, policy)
-        again = sum(_repeats(p, h) for p, h in chosen)
+        again = inside + sum(_repeats(p, h) for p, h in chosen)
         if beyond == math.inf or policy is not None:
             return self._level(ops, frame, steps, again)
         room = self._room(made, ops, frame, steps, beyond)
@@ -203,8 +227,8 @@ class Planner:
                 )
                 for p, h in chosen
             ]
-            planned, inside = self._inside(handed_on(program, rows, self.hold), room, short)
-            count = inside + sum(_repeats(p, h) for p, h in rows)
+            planned, more = self._inside(handed_on(program, rows, self.hold), room, short)
+            count = inside + more + sum(_repeats(p, h) for p, h in rows)
             whole = Ops(planned)
             if any(e.inner for e in planned.equations):
                 return self._level(whole, *self._solved(whole, pair, share, beyond), count)
@@ -381,32 +405,52 @@ class Planner:
             e = equations[i]
             if e.name in ROWWISE:
                 equations[i] = by_rows(e, room[i])
-            bodies = bodies_of(e)
-            if not bodies or has_effects(e):
-                continue
-            many = devices_of(e)
-            given_out = [_given_out(e, body) for body in bodies]
-            levels = [
-                self.level(body, max(0, room[i] // many) + own)
-                for body, own in zip(bodies, given_out, strict=True)
-            ]
-            inner = max(level.peak - own for level, own in zip(levels, given_out, strict=True)) * many
-            if inner >= e.inner:
-                continue
-            alike = constants_of(e)
-            functions = [on_values(level.ops, level.steps, self.hold, alike=alike) for level in levels]
-            n = int(e.made.params["length"]) if e.name == "scan" else 1
-            more = n * sum(level.flops for level in levels) - replace(e, more=0).flops
-            held = sum(flops_moved_out(body, alike) for body in bodies) * max(1, n - 1)
-            equations[i] = replace(
-                e,
-                instead=with_functions(e, functions),
-                bodies=(),
-                inner=inner,
-                more=held + (more if e.name != "while" else e.more),
+            equations[i], more = self._with_levels(
+                equations[i], partial(self._body_in, max(0, room[i] // devices_of(e)))
             )
-            again += sum(level.again for level in levels)
+            again += more
         return replace(program, equations=equations), again
+
+    def _body_in(self, left: int, body: Program, own: int) -> Level:
+        return self.level(body, left + own)
+
+    def _inside_by_policy(self, program: Program, pairs: Sequence[Pair], policy: str) -> tuple[Program, int]:
+        """The program with a policy in the bodies that have a backward pass of their own, as where gradients are
+        accumulated, and how much runs again."""
+        equations, again = list(program.equations), 0
+        for i in set(range(len(equations))) - {k for p in pairs for k in (p.forward, p.backward)}:
+            if any(x.backward for body in bodies_of(equations[i]) for x in body.equations):
+                equations[i], more = self._with_levels(
+                    equations[i], lambda body, _: self._at(body, self._pairs_of(body), math.inf, policy)[0]
+                )
+                again += more
+        return replace(program, equations=equations), again
+
+    def _with_levels(self, e: Equation, level_of: Callable[[Program, int], Level]) -> tuple[Equation, int]:
+        """An equation with its bodies as planned, if these then take less, and how much runs again. ``level_of``: a
+        body as planned, which makes so many bytes that are the equation's results."""
+        bodies = bodies_of(e)
+        if not bodies or has_effects(e):
+            return e, 0
+        many = devices_of(e)
+        given_out = [_given_out(e, body) for body in bodies]
+        levels = [level_of(body, own) for body, own in zip(bodies, given_out, strict=True)]
+        inner = max(level.peak - own for level, own in zip(levels, given_out, strict=True)) * many
+        if inner >= e.inner:
+            return e, 0
+        alike = constants_of(e)
+        functions = [on_values(level.ops, level.steps, self.hold, alike=alike) for level in levels]
+        n = int(e.made.params["length"]) if e.name == "scan" else 1
+        more = n * sum(level.flops for level in levels) - replace(e, more=0).flops
+        held = sum(flops_moved_out(body, alike) for body in bodies) * max(1, n - 1)
+        made = replace(
+            e,
+            instead=with_functions(e, functions),
+            bodies=(),
+            inner=inner,
+            more=held + (more if e.name != "while" else e.more),
+        )
+        return made, sum(level.again for level in levels)
 
 
 def unplanned_bytes(program: Program) -> int:
@@ -488,50 +532,17 @@ def _frame(ops: Ops, pair: Pair | None, share: Share, beyond: float) -> _Frame:
 
 
 def _steps_of_policy(ops: Ops, frame: _Frame, policy: str) -> Steps:
-    """What `jax.checkpoint` with a policy does, but that each value is made again when it is needed first: all that
-    the backward pass reads of the forward pass and the policy does not save."""
-    saves = getattr(jax.checkpoint_policies, policy)
-    graph = frame.graph
-    cut = frame.rest
-    if cut is None:
-        cut = next((k for k, op in enumerate(graph.ops) if op.phase == "backward"), len(graph.ops))
-    steps: Steps = [(False, k) for k in range(cut)]
-    maker = {v: k for k, op in enumerate(graph.ops[:cut]) for v in op.outputs}
-    for k in range(cut):
-        of = frame.op_of[k]
-        e = None if of is None else ops.program.equations[ops.members[of][-1]]
-        if e is None or graph.ops[k].effect or _saved(saves, e.made):
-            for v in graph.ops[k].outputs:
-                del maker[v]
-    for k in range(cut, len(graph.ops)):
-        wanted = [v for v in graph.ops[k].inputs if v in maker]
-        while wanted:
-            again = maker[wanted[-1]]
-            missing = [v for v in graph.ops[again].inputs if v in maker]
-            wanted.extend(missing)
-            if not missing:
-                steps.append((True, again))
-                for v in graph.ops[again].outputs:
-                    maker.pop(v, None)
-                wanted = [v for v in wanted if v in maker]
-        steps.append((False, k))
-    return steps
+    equations = ops.program.equations
+    made = [None if of is None else equations[ops.members[of][-1]].made for of in frame.op_of]
+    return steps_of_policy(frame.graph, _backward_of(frame), made, policy, loops=frame.rest is not None)
 
 
-def _saved(saves: Any, made: Any) -> bool:
-    """Whether a policy saves the results of a jaxpr's equation. A parameter named as JAX's policies name the
-    primitive (equinox's `noinline` has one) cannot be given to them, and none of them reads it."""
-    params = {name: x for name, x in made.params.items() if name != "prim"}
-    return saves(made.primitive, *(x.aval for x in made.invars), **params) is True
-
-
-def _all_saved(saves: Any, equations: Iterable[Any]) -> Iterator[bool]:
-    """What a policy saves of equations and of those inside of them."""
-    for made in equations:
-        yield _saved(saves, made)
-        held = jax.tree.leaves(list(made.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr"))
-        inner = (getattr(x, "jaxpr", x) for x in held)
-        yield from (saved for x in inner if hasattr(x, "eqns") for saved in _all_saved(saves, x.eqns))
+def _backward_of(frame: _Frame) -> int:
+    """Where the backward pass of a level begins."""
+    phases = [op.phase for op in frame.graph.ops]
+    if frame.rest is not None:
+        return frame.rest
+    return phases.index("backward") if "backward" in phases else len(phases)
 
 
 def _plan(graph: Graph, beyond: float, work: int) -> Steps:

@@ -20,7 +20,8 @@ import msgspec
 
 from tightship.errors import Infeasible, Unsupported
 from tightship.frontends.jax_program import Program, on_values
-from tightship.integrations.jax_levels import POLICIES, Level, Planner, unplanned_bytes
+from tightship.integrations.jax_levels import Level, Planner, unplanned_bytes
+from tightship.integrations.jax_policies import is_policy
 
 __all__ = [
     "Candidate",
@@ -251,6 +252,8 @@ _LESS = 0.99
 _UPWARDS = (0.15, 0.4, 1.0)
 """Parts of the way from the most bytes that plans were asked to take to those of the step as it is: where none is
 within the budget, plans for these are looked at."""
+_BETWEEN = (1 / 3, 2 / 3)
+"""Parts of the way from the least plan there is to the most bytes that plans were asked to take, likewise."""
 _SLOPES = (0.5, 0.9, 1.0)
 """What a byte less in a plan saves in the program, at least, at first, and at most."""
 _ENDLESS = 1e300
@@ -462,21 +465,45 @@ class Search:
 
     def _elsewhere(self) -> None:
         """Where nothing is within the budget: XLA places temporaries in results, too, and does not take less of all
-        that takes less by the model. So the policies' programs are looked at, however far the model has them, then
-        plans for more bytes, and all of them in XLA's other order."""
+        that takes less by the model. So plans between those that were asked for are looked at, then the policies'
+        programs, however far the model has them, plans for more bytes, and all of them in XLA's other order."""
         if self.room <= 0:
             return
-        self._by_policies(math.inf, math.inf)
-        asked = max((c.beyond for c in self.found if c.beyond < math.inf), default=math.inf)
-        most = unplanned_bytes(self.program)
-        for part in _UPWARDS if asked < most else ():
-            if self.fitting() or self._late:
-                return
-            beyond = math.inf if part == 1.0 else asked + part * (most - asked)
-            self.planner.log = []
-            self.look(self.planner.level(self.program, beyond), beyond)
+        planned = [c for c in self.found if c.beyond < math.inf]
+        asked = max((c.beyond for c in planned), default=math.inf)
+        least = min((float(c.level.peak) for c in planned), default=math.inf)
+        self._at_parts(least, asked, _BETWEEN)
+        if not self.fitting():
+            self._by_policies(math.inf, math.inf)
+            self._by_blocks()
+        self._at_parts(asked, float(unplanned_bytes(self.program)), _UPWARDS)
         if not self.fitting():
             self._in_other_order()
+
+    def _at_parts(self, low: float, high: float, parts: Sequence[float]) -> None:
+        """Plans for parts of the way from ``low`` bytes to ``high``, up to the first that is within the budget."""
+        for part in parts if low < high else ():
+            if self.fitting() or self._late:
+                return
+            beyond = math.inf if part == 1.0 else low + part * (high - low)
+            self.planner.log = []
+            self.look(self.planner.level(self.program, beyond), beyond)
+
+    def _by_blocks(self) -> None:
+        """All ways to cut the step into blocks, in both of XLA's orders, the better one first, up to the first that
+        is within the budget: the model does not know which of them XLA makes least of."""
+        rows = sorted(self.planner.blocks(self.program).items(), key=lambda row: row[1].flops)
+        for order in sorted(self._orders, key=self._least_in):
+            for name, level in rows:
+                if self.fitting() or self._late:
+                    return
+                if (_key(level, [name]), order) not in self._looks:
+                    of = Candidate(self.lower(level), self.before, order, level, math.inf, [name])
+                    self._look_in(order, of)
+
+    def _least_in(self, order: bool) -> float:
+        """The fewest bytes of temporaries of programs in one of XLA's orders."""
+        return min((c.memory.temporaries for c in self.found if c.order == order), default=math.inf)
 
     @property
     def _late(self) -> bool:
@@ -531,6 +558,6 @@ class Search:
         """The level that ``log`` says. Raises what reading a log that is none of this program's comes to."""
         beyond = math.inf if beyond >= _ENDLESS else beyond
         planner = Planner(self.planner.hold, given=iter(log))
-        if log and log[0] in POLICIES:
+        if log and is_policy(log[0]):
             return planner.by_policy(self.program, str(log[0]), beyond)
         return planner.level(self.program, beyond)

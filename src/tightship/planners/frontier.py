@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tightship.analysis.order import backward_start
 from tightship.baselines import checkpoint
@@ -354,12 +355,16 @@ def others(
     return tuple(rows)
 
 
-def with_saved(problem: EvictionProblem, saved: frozenset[int]) -> Decision:
-    """Everything but ``saved`` leaves between forward and backward."""
+def with_saved(
+    problem: EvictionProblem, saved: frozenset[int], crossing: NDArray[np.bool_] | None = None
+) -> Decision:
+    """Everything but ``saved`` leaves between forward and backward. ``crossing``: which gaps go from the one to the
+    other, where there are several of them, one behind another."""
     if all(op.phase != "backward" for op in problem.graph.ops):
         return problem.cost(problem.nothing(), 0)
-    boundary = backward_start(problem.graph, problem.order)
-    crossing = (problem.gaps[:, 1] < boundary) & (problem.gaps[:, 2] >= boundary)
+    if crossing is None:
+        boundary = backward_start(problem.graph, problem.order)
+        crossing = (problem.gaps[:, 1] < boundary) & (problem.gaps[:, 2] >= boundary)
     there = np.isin(problem.gaps[:, 0], list(saved))
     bits = (crossing & ~there).astype(np.uint8) * np.uint8(EVICT)
     bits[problem.stays & there] = STAY

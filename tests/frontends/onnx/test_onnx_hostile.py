@@ -158,8 +158,8 @@ def test_a_tensor_has_the_bytes_its_shape_says(tmp_path):
         (lambda m: m.graph.node.insert(0, m.graph.node[4]), "duplicate value"),
         (
             lambda m: m.graph.node[0].input.__setitem__(1, m.graph.node[4].output[0]),
-            "unknown value",
-        ),  # a cycle
+            "nodes are in no cycle",
+        ),
         (lambda m: m.opset_import[0].__setattr__("version", 10_000), "knows opsets up to"),
     ],
 )
@@ -168,7 +168,7 @@ def test_what_makes_no_sense_is_said_with_its_place(tmp_path, change, said):
     change(bad)
     with pytest.raises(BadInput) as error:
         lower(load.read(saved(tmp_path, bad)), "n=8")
-    assert said in str(error.value) and "model.onnx" in str(error.value)
+    assert said in str(error.value) and str(error.value).count("model.onnx") == 1
 
 
 # --- external data ---

@@ -115,7 +115,7 @@ class _Walk:
         """``inputs`` are the types a body is called with; without them the graph declares its own."""
         scope = Scope(proto, parent)
         for tensor in proto.initializer:
-            self._once(scope, tensor.name, "initializer")
+            self._once(scope, tensor.name, f"{self.place}: initializer")
             scope.types[tensor.name] = constant_type(tensor, self.place)
             if scope.types[tensor.name].count <= MOST:
                 value = constant_value(tensor, self.model.path.parent, self.place)
@@ -135,9 +135,9 @@ class _Walk:
                 )
         return scope
 
-    def _once(self, scope: Scope, name: str, what: str) -> None:
+    def _once(self, scope: Scope, name: str, where: str) -> None:
         if name in scope.types:
-            raise BadInput(f"duplicate value {name!r}", place=f"{self.place}: {what}")
+            raise BadInput(f"duplicate value {name!r}", place=where)
 
     def _inputs(self, scope: Scope, given: Sequence[TensorType] | None) -> None:
         names = [i for i in scope.proto.input if i.name not in scope.types]  # initializers may be listed, too
@@ -149,7 +149,7 @@ class _Walk:
                 scope.types[i.name] = t
             return
         for i in names:
-            self._once(scope, i.name, "input")
+            self._once(scope, i.name, f"{self.place}: input")
             t = type_of(i.type, f"{self.place}: input {i.name!r}")
             scope.types[i.name] = self._resolve(i.name, t, root=True, of=f"input {i.name!r}")
         self.of_inputs = tuple(self.unknown)
@@ -222,6 +222,9 @@ class _Walk:
 
     def _known(self, scope: Scope, name: str, where: str) -> TensorType:
         found = scope.type(name)
+        if found is None and any(name in node.output for node in scope.proto.node):
+            rule = f"value {name!r} is computed from what is computed from it: nodes are in no cycle"
+            raise BadInput(rule, place=where)  # nodes in the wrong order alone have been put in order
         if found is None:
             raise BadInput(f"unknown value {name!r}: no node before this one computes it", place=where)
         return found
