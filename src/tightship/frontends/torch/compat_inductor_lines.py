@@ -17,7 +17,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.builder import trace_line
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.compat_inductor_masks import is_mask, set_by_values
-from tightship.frontends.torch.compiled_collectives import NAMESPACE, number_of
+from tightship.frontends.torch.compiled_collectives import NAMESPACE, number_of, sends_by_itself
 
 __all__ = [
     "AS_IT_IS",
@@ -356,6 +356,12 @@ def _kernel(node: Any) -> Kernel:
     kind, op = type(node).__name__, getattr(node, "op_overload", None)
     if compat.asks_by_data(op):
         raise Unsupported(f"{op} at {_place(node)}", *compat.ASKED_BY_DATA)
+    if sends_by_itself(op):
+        raise Unsupported(
+            f"the collective {op} at {_place(node)}, in compiled mode",
+            "what memory it asks for is not known unless it sends, and nothing orders it among others",
+            'use all_reduce, all_gather, reduce_scatter or broadcast, or mode="exact"',
+        )
     tensors: list[Any] = [_like(x) for x in node.inputs]
     if op is torch.ops.higher_order.run_with_rng_state:
         tensors[0] = _RANDOM_STATE
