@@ -2,9 +2,9 @@
 is set.
 
 A part of ``compat``, under the same rule as `compat_inductor`. Eager and Inductor leave ``x[mask] = v`` and the
-gradient of ``masked_scatter`` to kernels that count what is set first, and ask for as much. What is written everywhere
-alike is a choice element by element (`torch.where`); of what is written to one place each, the places are sums of the
-mask. The numbers are the same: they are copied.
+gradient of ``masked_scatter`` to kernels that count what is set first, and ask for as much. What is written to all
+places alike is a choice element by element (`torch.where`); of what is written to one place each, the places are sums
+of the mask. The numbers are the same: they are copied.
 """
 
 from __future__ import annotations
