@@ -327,11 +327,7 @@ _CLONES_STORAGE: Final = tuple(
 
 def _in_storage(node: Any) -> _Like:
     """A tensor with what else there is in its storage."""
-    like = _like(node)
-    while type(node).__name__ in ("TensorBox", "StorageBox", "ReinterpretView"):
-        node = node.data
-    origin = node.get_origin_node() if type(node).__name__ in ("FallbackKernel", "MultiOutput") else None
-    value = None if origin is None else origin.meta.get("val")
+    like, value = _like(node), _value(node)
     if isinstance(value, torch.Tensor):
         nbytes = int(value.untyped_storage().nbytes())
     else:
@@ -339,13 +335,26 @@ def _in_storage(node: Any) -> _Like:
     return replace(like, storage=nbytes)
 
 
+def _value(node: Any) -> Any:
+    """What is known of a tensor that a kernel of PyTorch's own has made, or that the graph is given, as what another
+    pass has saved is."""
+    from torch._inductor.virtualized import V
+
+    while type(node).__name__ in ("TensorBox", "StorageBox", "ReinterpretView"):
+        node = node.data
+    kind, origin = type(node).__name__, None
+    if kind in ("FallbackKernel", "MultiOutput"):
+        origin = node.get_origin_node()
+    elif kind in ("InputBuffer", "DonatedBuffer"):
+        given, name = V.graph.module.graph.find_nodes(op="placeholder"), node.get_name()
+        origin = next((n for n in given if n.name == name), None)
+    return None if origin is None else origin.meta.get("val")
+
+
 def _lazily(node: Any) -> tuple[str, ...]:
     """What a view by PyTorch itself (`aten._conj`, `aten._neg_view`) leaves to the readers of its result; views of
     Inductor's keep it."""
-    while type(node).__name__ in ("TensorBox", "StorageBox", "ReinterpretView"):
-        node = node.data
-    origin = node.get_origin_node() if type(node).__name__ in ("FallbackKernel", "MultiOutput") else None
-    value = None if origin is None else origin.meta.get("val")
+    value = _value(node)
     if not isinstance(value, torch.Tensor):
         return ()
     return ("_conj",) * value.is_conj() + ("_neg_view",) * value.is_neg()
