@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from worker import adamw, caught, digest, main
 
 import tightship
+from tightship.integrations.torch_compile import compiled_notes, compiled_plans
 
 WIDTH = 24
 
@@ -142,6 +146,48 @@ def other_first_rows() -> Any:
     m = DistributedDataParallel(net())
     rows = batches(32 if dist.get_rank() else 64)
     return caught(lambda: tightship.fit(m, loss_of, adamw(m), rows[0], "100%", mode="compiled"))
+
+
+def by_the_backend() -> Any:
+    """Tensor parallelism through torch.compile: rank 1 has another budget, so that ranks choose different partitions;
+    then rank 0 finds what it compiled in its cache, and rank 1 compiles anew."""
+    mesh = init_device_mesh("cpu", (2,))
+    given = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3))
+
+    def trained(**compiled: Any) -> dict[str, Any]:
+        torch._dynamo.reset()
+        m = net()
+        halves = {f"{3 * k}": ColwiseParallel() for k in range(3)}
+        parallelize_module(m, mesh, halves | {f"{3 * k + 2}": RowwiseParallel() for k in range(3)})
+        call, o, losses = torch.compile(m, dynamic=False, **compiled), adamw(m), []
+        for _ in range(3):
+            o.zero_grad()
+            loss = loss_of(call, given)
+            loss.backward()
+            o.step()
+            losses.append(loss.item())
+        row = {"losses": losses, "digest": digest(p.full_tensor() for p in m.parameters())}
+        if compiled["backend"] != "tightship":
+            return row
+        (graph,) = compiled_plans(call)
+        plan, last = graph.plan, graph.last
+        assert last is not None
+        return row | {
+            "bytes": (last.measured_peak, plan.peak, plan.budget), "misses": last.misses,
+            "recomputed": plan.recomputed, "notes": compiled_notes(call),
+        }  # fmt: skip
+
+    def planned(folder: str) -> dict[str, Any]:
+        budget = "static+65%" if dist.get_rank() else "static+80%"
+        options = {"budget": budget, "mode": "compiled", "cache": folder}
+        return trained(backend="tightship", options=options)
+
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as other:
+        return {
+            "inductor": trained(backend="inductor"),
+            "cold": planned(first),
+            "warm here, cold there": planned(other if dist.get_rank() else first),
+        }
 
 
 if __name__ == "__main__":

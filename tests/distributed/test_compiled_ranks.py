@@ -78,3 +78,18 @@ def test_a_kernel_that_fails_ends_all() -> None:
         assert row["error"]["type"] == "PeerFailed"
         assert "rank 1" in row["error"]["text"]
     assert seconds_to_error(*(row["error"] for row in found["failing_kernel"])) < 5
+
+
+def test_ranks_that_compute_together_send_in_one_order_whatever_each_has_compiled() -> None:
+    found = run("by_the_backend", worker="compiled_worker.py", most=900)
+    for row in found["by_the_backend"]:
+        wanted = row.pop("inductor")
+        for how, got in row.items():
+            assert (got["losses"], got["digest"]) == (wanted["losses"], wanted["digest"]), how
+            measured, planned, budget = got["bytes"]
+            assert measured == planned <= budget, how
+            assert got["misses"] == 0
+            assert not any("eager" in n for n in got["notes"])
+    one, two = (row["cold"] for row in found["by_the_backend"])
+    assert one["bytes"] != two["bytes"]
+    assert two["recomputed"] > one["recomputed"]

@@ -1,4 +1,4 @@
-"""Compiled mode, where how much kernels ask for follows from data: writes under masks, and what is refused."""
+"""The backend, where how much kernels ask for follows from data: writes under masks, and what is refused."""
 
 import pytest
 import torch
@@ -102,6 +102,52 @@ def test_writes_under_masks_take_what_was_planned_however_much_is_set():
     torch._dynamo.reset()
     wanted = train(torch.compile(other, backend="inductor", dynamic=False), other)
     assert all(map(torch.equal, found, wanted))
+
+
+class Padded(nn.Module):
+    """Padding that is one vector, and a token of the model's own where there is no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.map, self.padding, self.token = nn.Linear(16, 16), torch.ones(16), nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        y = self.map(x).tanh() + 1
+        y[x[:, :, 0] > 0] = self.padding
+        if not torch.is_grad_enabled():
+            y[x[:, :, 1] > 0] = self.token
+        return self.map(y.masked_scatter((x[..., :1] > 1).expand_as(y), x.tanh()))
+
+
+@pytest.mark.parametrize("budget", [None, "100%"])
+def test_op_by_op_writes_under_masks_take_what_was_planned_and_are_eagers(budget):
+    def train(call, model):
+        found = []
+        for k in range(3):
+            model.zero_grad()
+            x = numbers(8, 16, 16, seed=k) - k + 1  # fewer each time
+            loss = call(x).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            with torch.no_grad():
+                found.append(call(x))
+        return found
+
+    model, other = Padded(), Padded()
+    options = {**OPTIONS, "mode": "exact", "budget": budget}
+    call = torch.compile(model, backend="tightship", options=options)
+    found = train(call, model)
+    plans = compiled_plans(call)
+    assert len(plans) == 2
+    assert all(g.last.as_planned and g.last.measured_peak == g.last.planned_peak for g in plans)
+    assert all(map(torch.equal, found, train(other, other)))
+
+
+def test_what_is_written_under_a_mask_lies_as_it_did():
+    x = numbers(4, 6, 5).permute(2, 0, 1)
+    found = compat_inductor_masks._index_put(x, [x[..., 0] > 0], numbers(6, seed=1))
+    assert found.stride() == x.stride()
 
 
 def test_a_write_whose_memory_nothing_says_is_refused_with_its_place():

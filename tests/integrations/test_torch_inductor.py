@@ -579,8 +579,9 @@ class Conjugated(nn.Module):
         pytest.param(lambda w, v: w.mH @ v @ w, marks=pytest.mark.slow),
         pytest.param(lambda w, v: w.conj().imag @ v.real, marks=pytest.mark.slow),
         pytest.param(lambda w, v: w.conj()[:16].t() @ v[:16], marks=pytest.mark.slow),
+        lambda w, v: torch.bmm((w * v)[None], (v * v).t()[None]),
     ],
-    ids=["transposed", "conjugated", "both", "negated", "in part"],
+    ids=["transposed", "conjugated", "both", "negated", "in part", "saved for the backward pass"],
 )
 def test_what_is_conjugated_by_its_readers_takes_what_was_planned(way):
     torch.manual_seed(0)

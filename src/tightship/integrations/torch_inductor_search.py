@@ -1,7 +1,8 @@
 """Which partition of a joint graph is compiled within a budget.
 
 A part of `torch_inductor`, whose problem and guarantee these are; the search is that of all compiled code
-(`compiled_search`).
+(`compiled_search`). On several ranks (tensor parallelism) each decides by itself: every candidate sends once and in
+the order of the graph, so that ranks agree whatever each has chosen.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule
 
+from tightship.cached import cached_property
 from tightship.errors import Unsupported
 from tightship.execute.aiming import Candidate, source_of
 from tightship.execute.cache import KeptPartitions, Unplanned, folder_of
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay
 from tightship.execute.compiled_search import CompiledSearch
-from tightship.frontends.torch import compat_inductor
+from tightship.frontends.torch import compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, between_blocks, fuse
-from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, Pair
+from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, NotLowered, Pair
 from tightship.integrations.torch_partition import CompileOptions
 from tightship.plan import Plan
 
@@ -85,6 +87,11 @@ class Search(CompiledSearch[Pair]):
         return tuple(made.saved), tuple(map(compat_inductor.origin, made.backward.graph.nodes))
 
     def replay(self, made: Pair, *, likely: bool) -> StepReplay:
+        if self._sends_otherwise(made):
+            raise NotLowered(
+                "a partition that sends twice, or in another order",
+                "other ranks may have chosen another one",
+            )
         forward, backward = self.lower(made, likely=likely)
         return self.owner.step(made, forward, backward).replay(self.owner.measured, self.owner.align)
 
@@ -97,10 +104,23 @@ class Search(CompiledSearch[Pair]):
 
     def stock_pair(self, share: float) -> Pair:
         pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
-        if not self.dead:
+        otherwise = self._sends_otherwise(pair)  # under a checkpoint of the user's, or at a low budget
+        if not (self.dead or otherwise):
             return pair
         joint = compat_inductor.merged(self.joint)  # whose nodes those that are saved are
-        return self.marked(compat_inductor.extract(joint, self.outputs, pair.saved))
+        saved = (*pair.saved, *self.sent[0]) if otherwise else pair.saved
+        return self.marked(compat_inductor.extract(joint, self.outputs, saved))
+
+    @cached_property
+    def sent(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What each pass sends to other ranks, by name, in order."""
+        merged = compat_inductor.merged(self.joint)
+        late = {n.name for n in merged.graph.nodes if compat_compile.is_backward(n)}
+        names = compat_inductor.sent(merged)
+        return tuple(n for n in names if n not in late), tuple(n for n in names if n in late)
+
+    def _sends_otherwise(self, pair: Pair) -> bool:
+        return (compat_inductor.sent(pair.forward), compat_inductor.sent(pair.backward)) != self.sent
 
     def saving(self, saved: Sequence[str], needed: Sequence[str] = ()) -> Pair:
         return self.marked(compat_inductor.extract(self.joint, self.outputs, saved, needed))
@@ -117,7 +137,11 @@ class Search(CompiledSearch[Pair]):
         """Inductor's own partition at an ``activation_memory_budget``; for None, the one that computes each block of
         the model again, if there are blocks."""
         if share is not None:
-            return self.stock_pair(share)
+            try:
+                return self.stock_pair(share)
+            except Unsupported as error:  # Inductor fails at it
+                self.failed += [] if str(error) in self.failed else [str(error)]
+                return None
         saved = between_blocks(self.joint, self.model.is_late) if self.model is not None else ()
         return self.saving(saved) if saved else None
 

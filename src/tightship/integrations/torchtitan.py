@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from tightship.errors import BadInput
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, fuse
+from tightship.frontends.torch.compiled_collectives import is_collective, is_gather, is_wait
 from tightship.plan import Plan
 from tightship.planners.default import Options, PlanOptions, read_options
 from tightship.planners.default import plan as default_plan
@@ -93,21 +94,23 @@ def tag(joint: GraphModule, budget: BudgetLike, *, outputs: int | None = None, *
         count = len(results) - len(primals) if outputs is None else outputs
         if not 0 < count < len(results):
             raise BadInput(_JOINT, f"{len(inputs)} inputs, {len(results)} results", "tag")
-        return _write_tags(joint, fuse(joint, count, masks=False), budget, chosen, frozenset())
+        return _write_tags(joint, _model(joint, count), budget, chosen, frozenset())
     with compat_compile.phases_marked(joint) as backward:
         late = set(backward)
         count = next((k for k, x in enumerate(results) if x in late), 0) if outputs is None else outputs
         if not 0 < count < len(results):
             raise BadInput(_JOINT, f"{len(inputs)} inputs, {len(results)} results, no tangents", "tag")
-        return _write_tags(
-            joint, fuse(joint, count, masks=False), budget, chosen, _read_elsewhere(joint, late)
-        )
+        return _write_tags(joint, _model(joint, count), budget, chosen, _read_elsewhere(joint, late))
 
 
 _JOINT: Final = (
     "a joint graph has tangents among its inputs, or marks on the nodes of its backward pass, and its results are "
     "the forward pass's, then gradients"
 )
+
+
+def _model(joint: GraphModule, outputs: int) -> FusedJoint:
+    return fuse(joint, outputs, masks=False, gathers_again=True)
 
 
 def _write_tags(
@@ -117,9 +120,11 @@ def _write_tags(
     saved = set(model.saved(plan))
     for node in joint.graph.nodes:
         if node.op == "call_function" and not model.is_late(node):
-            once = compat_inductor.runs_once(node)
+            once = compat_inductor.runs_once(node) or _sends_once(node)
             once = once or any(compat_inductor.draws(a) for a in node.all_input_nodes if _is_part(node))
-            keep = once or node.name in saved or node in kept
+            once = once or (is_wait(node.target) and any(map(_sends_once, _sent_by(node))))
+            sent = is_wait(node.target) and any(a.name in saved for a in node.all_input_nodes)
+            keep = once or sent or node.name in saved or node in kept
             node.meta["recompute"] = _POLICY.MUST_SAVE if keep else _POLICY.MUST_RECOMPUTE
     return plan
 
@@ -135,6 +140,16 @@ def _read_elsewhere(joint: GraphModule, late: set[Node]) -> frozenset[Node]:
     longest = max(stretches, key=len)
     others = [s for s in stretches if s is not longest]
     return frozenset(a for s in others for n in s for a in n.all_input_nodes if a not in late)
+
+
+def _sends_once(node: Node) -> bool:
+    """Whether a node adds up, or hands out, what ranks have."""
+    return is_collective(node.target) and not is_gather(node.target)
+
+
+def _sent_by(wait: Node) -> list[Node]:
+    """The collective that a node waits for: of several tensors it waits for a part."""
+    return [m for n in wait.all_input_nodes for m in (n.all_input_nodes if _is_part(n) else [n])]
 
 
 def _is_part(node: Node) -> bool:

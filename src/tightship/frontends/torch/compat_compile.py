@@ -23,6 +23,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch.compat import require_torch
 from tightship.frontends.torch.compat_capture import scripted
 from tightship.frontends.torch.compat_distributed import is_distributed
+from tightship.frontends.torch.compat_inductor_masks import masked_writes
 
 require_torch()
 
@@ -68,8 +69,9 @@ def compile_training(
         return partition(joint, num_fwd_outputs, tuple(more.get("static_lifetime_input_indices") or ()))
 
     compiler = _aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition_fn
-    )
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition_fn,
+        decompositions=masked_writes(),
+    )  # fmt: skip
     own = {"functionalize_rng_ops": False, "enable_autograd_cache": False, "backward_pass_autocast": "off"}
     with _config.patch(own), _as_eager(symbolic):
         made: Callable[..., Any] = compiler(gm, inputs)

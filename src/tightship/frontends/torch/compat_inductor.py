@@ -59,12 +59,14 @@ from tightship.frontends.torch.compat_inductor_partitions import (
     realize_as_is,
     results_of,
     runs_once,
+    sent,
     stock_pair,
     stock_saved,
     with_backward,
     without_tokens,
 )  # fmt: skip
 from tightship.frontends.torch.compat_inductor_tracing import failing
+from tightship.frontends.torch.compiled_collectives import decompositions as collective_decompositions
 from tightship.frontends.torch.compiled_collectives import sending_ops
 
 __all__ = [
@@ -104,6 +106,7 @@ __all__ = [
     "realize_as_is",
     "require_inductor",
     "runs_once",
+    "sent",
     "sequence",
     "stock_pair",
     "stock_saved",
@@ -157,7 +160,7 @@ _LEANED_ON: Final = {
     ),
     "torch._functorch.config": (
         "activation_memory_budget", "force_non_lazy_backward_lowering", "enable_autograd_cache", "donated_buffer",
-        "cse",
+        "cse", "unsafe_treat_script_objects_as_zero_size",
     ),
     "torch._functorch.compile_utils": ("fx_graph_cse",),
     "torch._functorch._aot_autograd.graph_compile": ("collect_fw_donated_buffer_idxs",),
@@ -374,9 +377,10 @@ def compile_graph(
         made.current_callable = finished(kind, lowered, made.current_callable)
         return made
 
+    collectives = _collectives()
     with caches(partitioner(code, cut), code, force_non_lazy_backward_lowering=True) as loaded:
         made: Callable[..., Any] = compile_fx.compile_fx(
-            gm, inputs, inner_compile=inner, decompositions=decompositions()
+            gm, inputs, inner_compile=inner, decompositions={**decompositions(), **collectives}
         )
     if code is not None and not made_here:
         if not loaded:
@@ -415,9 +419,10 @@ def dry_graph(gm: GraphModule, inputs: Sequence[Any], emulated: Emulated) -> Cal
         run = emulated(kind, lines, graph)
         return _boxed(lambda args: run(args))
 
+    collectives = _collectives()
     with caches(config.custom_partitioner_fn, None, force_non_lazy_backward_lowering=True):
         made: Callable[..., Any] = compile_fx.compile_fx(
-            gm, list(inputs), inner_compile=inner, decompositions=decompositions()
+            gm, list(inputs), inner_compile=inner, decompositions={**decompositions(), **collectives}
         )
     return made
 
@@ -523,6 +528,14 @@ def compile_flat(
         found[:] = [loaded[0].current_callable, kept_lines(loaded[0], "step", code)]
     call, lowered_ = found
     return call, lowered_
+
+
+def _collectives() -> dict[Any, Any]:
+    """How a graph that is traced now is to send."""
+    made = collective_decompositions()
+    if made:
+        _send_in_order()
+    return made
 
 
 @functools.cache

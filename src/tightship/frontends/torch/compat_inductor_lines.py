@@ -17,7 +17,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.builder import trace_line
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.compat_inductor_masks import is_mask, set_by_values
-from tightship.frontends.torch.compiled_collectives import NAMESPACE, number_of
+from tightship.frontends.torch.compiled_collectives import NAMESPACE, number_of, sends_by_itself
 
 __all__ = [
     "AS_IT_IS",
@@ -327,11 +327,7 @@ _CLONES_STORAGE: Final = tuple(
 
 def _in_storage(node: Any) -> _Like:
     """A tensor with what else there is in its storage."""
-    like = _like(node)
-    while type(node).__name__ in ("TensorBox", "StorageBox", "ReinterpretView"):
-        node = node.data
-    origin = node.get_origin_node() if type(node).__name__ in ("FallbackKernel", "MultiOutput") else None
-    value = None if origin is None else origin.meta.get("val")
+    like, value = _like(node), _value(node)
     if isinstance(value, torch.Tensor):
         nbytes = int(value.untyped_storage().nbytes())
     else:
@@ -339,13 +335,26 @@ def _in_storage(node: Any) -> _Like:
     return replace(like, storage=nbytes)
 
 
+def _value(node: Any) -> Any:
+    """What is known of a tensor that a kernel of PyTorch's own has made, or that the graph is given, as what another
+    pass has saved is."""
+    from torch._inductor.virtualized import V
+
+    while type(node).__name__ in ("TensorBox", "StorageBox", "ReinterpretView"):
+        node = node.data
+    kind, origin = type(node).__name__, None
+    if kind in ("FallbackKernel", "MultiOutput"):
+        origin = node.get_origin_node()
+    elif kind in ("InputBuffer", "DonatedBuffer"):
+        given, name = V.graph.module.graph.find_nodes(op="placeholder"), node.get_name()
+        origin = next((n for n in given if n.name == name), None)
+    return None if origin is None else origin.meta.get("val")
+
+
 def _lazily(node: Any) -> tuple[str, ...]:
     """What a view by PyTorch itself (`aten._conj`, `aten._neg_view`) leaves to the readers of its result; views of
     Inductor's keep it."""
-    while type(node).__name__ in ("TensorBox", "StorageBox", "ReinterpretView"):
-        node = node.data
-    origin = node.get_origin_node() if type(node).__name__ in ("FallbackKernel", "MultiOutput") else None
-    value = None if origin is None else origin.meta.get("val")
+    value = _value(node)
     if not isinstance(value, torch.Tensor):
         return ()
     return ("_conj",) * value.is_conj() + ("_neg_view",) * value.is_neg()
@@ -356,6 +365,12 @@ def _kernel(node: Any) -> Kernel:
     kind, op = type(node).__name__, getattr(node, "op_overload", None)
     if compat.asks_by_data(op):
         raise Unsupported(f"{op} at {_place(node)}", *compat.ASKED_BY_DATA)
+    if sends_by_itself(op):
+        raise Unsupported(
+            f"the collective {op} at {_place(node)}, in compiled mode",
+            "what memory it asks for is not known unless it sends, and nothing orders it among others",
+            'use all_reduce, all_gather, reduce_scatter or broadcast, or mode="exact"',
+        )
     tensors: list[Any] = [_like(x) for x in node.inputs]
     if op is torch.ops.higher_order.run_with_rng_state:
         tensors[0] = _RANDOM_STATE

@@ -1,9 +1,10 @@
-"""Writes under masks, as Inductor is given them: so that what they ask for does not follow from how much is set.
+"""Writes under masks, as graphs of torch.compile have them: so that what they ask for does not follow from how much
+is set.
 
-A part of ``compat``, under the same rule as `compat_inductor`. Inductor leaves ``x[mask] = v`` and the gradient of
-``masked_scatter`` to kernels that count what is set first, and ask for as much. What is written everywhere alike is a
-choice element by element (`torch.where`); of what is written to one place each, the places are sums of the mask. The
-numbers are the same: they are copied.
+A part of ``compat``, under the same rule as `compat_inductor`. Eager and Inductor leave ``x[mask] = v`` and the
+gradient of ``masked_scatter`` to kernels that count what is set first, and ask for as much. What is written to all
+places alike is a choice element by element (`torch.where`); of what is written to one place each, the places are sums
+of the mask. The numbers are the same: they are copied.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["decompositions", "is_mask", "set_by_values"]
+from tightship.frontends.torch.compat import is_dense
+
+__all__ = ["decompositions", "is_mask", "masked_writes", "set_by_values"]
 
 _ATEN: Final = torch.ops.aten
 _MASKS: Final = (torch.bool, torch.uint8)
@@ -24,11 +27,15 @@ def decompositions() -> dict[Any, Any]:
     """What Inductor decomposes by itself, and writes under masks."""
     from torch._inductor.decomposition import select_decomp_table
 
-    ours = {
+    return {**select_decomp_table(), **masked_writes()}
+
+
+def masked_writes() -> dict[Any, Any]:
+    """What is written under masks, as choices and sums."""
+    return {
         _ATEN.index_put.default: _index_put,
         _ATEN.masked_scatter_backward.default: _masked_scatter_backward,
     }
-    return {**select_decomp_table(), **ours}
 
 
 def is_mask(dtype: torch.dtype) -> bool:
@@ -59,7 +66,9 @@ def _index_put(
         before = values.shape[: values.ndim - after - 1]
         values = values.reshape(*before, *[1] * mask.ndim, *values.shape[values.ndim - after :])
     mask = mask.to(torch.bool).reshape(*mask.shape, *[1] * after)
-    return torch.where(mask, x + values if accumulate else values, x)
+    made = torch.where(mask, x + values if accumulate else values, x)
+    lies_as_x = made.stride() == x.stride() or not is_dense(x)
+    return made if lies_as_x else _ATEN.copy.default(torch.empty_like(x), made)
 
 
 def _masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> Any:

@@ -26,11 +26,13 @@ from tightship.frontends.torch.compat_compile import (
     wanted_by_forward,
 )
 from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, EXISTS, LEAN, ORIGIN
+from tightship.frontends.torch.compat_inductor_tracing import failing
+from tightship.frontends.torch.compiled_collectives import is_wait, number_of
 
 __all__ = [
     "Pair", "after_tangents", "as_planned", "copied", "digest", "draws", "effect_of", "extract", "is_view",
     "mark_lean", "merged", "origin", "overwritten", "overwritten_count", "realize_as_is", "results_of", "runs_once",
-    "stock_pair", "stock_saved", "turns_to_channels_last", "with_backward", "without_tokens",
+    "sent", "stock_pair", "stock_saved", "turns_to_channels_last", "with_backward", "without_tokens",
 ]  # fmt: skip
 
 
@@ -75,12 +77,13 @@ def effect_of(node: Node) -> Any:
 
 def runs_once(node: Node) -> bool:
     """Whether a node may not run again: it draws, writes into what there is, or is seen from outside. fx takes what
-    may draw random numbers for impure, also where it draws none, as attention without dropout does."""
+    may draw random numbers for impure, also where it draws none, as attention without dropout does; and what waits
+    for a collective."""
     once = draws(node) or mutates(node) or effect_of(node) is not None
-    return once or node.is_impure(impure_random=False)
+    return once or (node.is_impure(impure_random=False) and not is_wait(node.target))
 
 
-_LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
+_LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default", "_c10d_functional.wait_tensor.default")
 
 
 def is_view(n: Node) -> bool:
@@ -194,12 +197,17 @@ def digest(joint: GraphModule, static: Sequence[int]) -> str:
     return h.hexdigest()
 
 
+_OBJECTS: Final = {"unsafe_treat_script_objects_as_zero_size": True}
+"""What is no tensor (the mesh of DTensors) is there already and takes nothing; what a partition takes is replayed."""
+
+
 def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], budget: float) -> Pair:
     """What Inductor itself would choose at that ``activation_memory_budget``; where that draws random numbers twice,
-    which would give wrong gradients, the same with those numbers saved."""
+    which would give wrong gradients, the same with those numbers saved. ``Unsupported`` where it fails."""
     from torch._functorch import config, partitioners
 
-    with config.patch(activation_memory_budget=budget), _rng_as_it_is():
+    own = config.patch(activation_memory_budget=budget, **_OBJECTS)
+    with own, _rng_as_it_is(), failing(f"partitioning at activation_memory_budget {budget}"):
         forward, backward = partitioners.min_cut_rematerialization_partition(
             copied(joint), inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static)
         )
@@ -210,6 +218,11 @@ def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[i
         Unsupported
     ):  # below a budget of 1 it draws dropout's seeds, and reads overwritten inputs, in the backward pass
         return extract(merged(joint), outputs, pair.saved)
+
+
+def sent(gm: GraphModule) -> tuple[str, ...]:
+    """The nodes of a graph that send to other ranks, by the names that they have in the joint graph, in order."""
+    return tuple(origin(n) for n in gm.graph.nodes if number_of(n.target, n.args) is not None)
 
 
 def merged(joint: GraphModule) -> GraphModule:
@@ -263,7 +276,7 @@ def stock_saved(gm: GraphModule, late: Collection[Node], outputs: int, budget: f
     first = [*_nodes(end.args[0][:outputs]), *written[False]]
     end.args = ((*first, *_nodes(end.args[0][outputs:]), *written[True]),)
     end.meta.pop("desc", None)
-    with config.patch(activation_memory_budget=budget), _rng_as_it_is():
+    with config.patch(activation_memory_budget=budget, **_OBJECTS), _rng_as_it_is():
         forward, _ = partitioners.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=len(first))
     return tuple(x.name for x in _nodes(results_of(forward)[len(first) :]))
 

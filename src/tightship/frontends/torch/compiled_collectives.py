@@ -2,21 +2,27 @@
 when it returns.
 
 What several tensors send together is put into one row by ops that a compiler fuses. ``number`` says which of a
-program's collectives an op is, so that ranks can compare in which order compiled code sends.
+program's collectives an op is, so that ranks can compare in which order compiled code sends. Graphs that Dynamo finds
+have functional collectives and ops that wait for them: `decompositions` makes ours of them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch import distributed as dist
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch.collectives import Collective, collective
 
-__all__ = ["NAMESPACE", "as_ops", "is_gather", "number_of", "sending_ops"]
+__all__ = [
+    "NAMESPACE", "as_ops", "decompositions", "is_collective", "is_gather", "is_wait", "number_of", "sending_ops",
+    "sends_by_itself",
+]  # fmt: skip
 
 NAMESPACE: Final = "tightship"
 
@@ -71,14 +77,55 @@ def as_ops(fn: Collective) -> Callable[..., Any]:
     return functools.partial(way, _ops())
 
 
+def decompositions() -> dict[Any, Any]:
+    """What the functional collectives of one graph, which is traced meanwhile, are made of: ops of ours, numbered as
+    they come. They are complete when they return, so that nothing is left to wait for. Nothing without ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    functional, numbers = torch.ops._c10d_functional, itertools.count()
+
+    def numbered(fn: Collective) -> Callable[..., Any]:
+        return lambda *args: as_ops(fn)(next(numbers), *args)
+
+    names = (name for name in _WAYS if not name.endswith("_"))  # traced graphs have none that write in place
+    made = {getattr(functional, n).default: numbered(_functional(n)) for n in names}
+    return {**made, functional.wait_tensor.default: lambda sent: sent}
+
+
+def sends_by_itself(op: Any) -> bool:
+    """Whether an op is a collective of PyTorch's, which sends whenever it runs."""
+    return getattr(op, "namespace", "") in _SENDING
+
+
+_SENDING: Final = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
+
+
 def sending_ops() -> tuple[Any, ...]:
     """All of the ops."""
     return tuple(_ops().values())
 
 
 def is_gather(target: object) -> bool:
-    """Whether an op may run again, if all ranks do it."""
-    return str(target) == f"{NAMESPACE}.all_gather.default"
+    """Whether an op, of ours or of PyTorch's, may run again, if all ranks do it."""
+    return str(target) in _GATHERS
+
+
+_GATHERS: Final = (
+    f"{NAMESPACE}.all_gather.default",
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.all_gather_into_tensor_coalesced.default",
+)
+
+
+def is_wait(target: object) -> bool:
+    """Whether an op waits for a collective, whose result it hands on."""
+    return str(target) == "_c10d_functional.wait_tensor.default"
+
+
+def is_collective(target: object) -> bool:
+    """Whether an op, of ours or of PyTorch's, sends."""
+    ours = getattr(target, "namespace", "") == NAMESPACE and getattr(target, "_opname", "") in _ops()
+    return ours or (sends_by_itself(target) and not is_wait(target))
 
 
 def number_of(op: Any, args: Sequence[Any]) -> int | None:

@@ -35,7 +35,7 @@ from tightship.frontends.torch.capture.fused_nodes import (
     tensors_of,
 )  # fmt: skip
 from tightship.frontends.torch.compat_inductor import is_view
-from tightship.frontends.torch.compiled_collectives import is_gather, number_of
+from tightship.frontends.torch.compiled_collectives import is_collective, is_gather, number_of
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.plan import Plan, Step
@@ -254,11 +254,14 @@ class Writing:
             raise Unsupported(f"reading {node.name} in the backward pass", "the plan has it nowhere then")
 
 
-def fuse(gm: GraphModule, outputs: int, *, name: str = "joint", masks: bool = True) -> FusedJoint:
+def fuse(
+    gm: GraphModule, outputs: int, *, name: str = "joint", masks: bool = True, gathers_again: bool = False
+) -> FusedJoint:
     """The model of a joint graph whose first ``outputs`` results are the forward pass's. ``masks``: whether what the
     backward pass makes of the forward pass's values, and is smaller than they are, may be saved in their place.
-    Raises ``Unsupported`` for higher-order ops and symbolic sizes."""
-    return Fusing(gm, outputs, name, masks).run()
+    ``gathers_again``: whether gathers from other ranks may run again, as all ranks have the same plan. Raises
+    ``Unsupported`` for higher-order ops and symbolic sizes."""
+    return Fusing(gm, outputs, name, masks, gathers_again).run()
 
 
 @dataclass
@@ -267,6 +270,7 @@ class Fusing:
     outputs: int
     name: str
     keep_masks: bool = False
+    gathers_again: bool = False
     builder: GraphBuilder = field(default_factory=GraphBuilder)
     value: dict[Node, int] = field(default_factory=dict)  # of nodes with a storage
     nodes: dict[int, str] = field(default_factory=dict)
@@ -412,7 +416,7 @@ class Fusing:
             return
         once = any(self.value.get(m) in reads for m in self.overwritten)
         number = number_of(n.target, n.args)
-        once = once or (number is not None and not is_gather(n.target))
+        once = once or (is_collective(n.target) and not (self.gathers_again and is_gather(n.target)))
         flops, seconds = self._cost(n, reads, outs)
         self.seconds[n.name] = seconds
         phase = "backward" if n in self.late else "forward"

@@ -80,7 +80,7 @@ def fuse_step(gm: GraphModule, outputs: int, *, name: str = "step", masks: bool 
     """The model of a graph that writes to its inputs at its end. ``outputs``: how many of its results come of the
     forward pass; ``masks`` as in `fuse`: nothing but the plan says when a step makes one, which Inductor follows in a
     lean graph alone. Raises as `fuse`."""
-    return _FusingStep(gm, outputs, name, masks).whole()
+    return _FusingStep(gm, outputs, name, masks, gathers_again=True).whole()
 
 
 class _FusingStep(Fusing):
