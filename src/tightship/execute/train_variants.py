@@ -31,6 +31,7 @@ from tightship.execute.agreement import (
 )
 from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel, Replicas
+from tightship.execute.interrupts import Updating
 from tightship.execute.parts import (
     Loop,
     bytes_of_inputs,
@@ -116,10 +117,13 @@ class TrainVariants(Prepared):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
+        updating = Updating()
         with (
+            updating.whole(),
             super()._exclusive(),
             self.ranks.ending_together("a training step") if self.ranks else nullcontext(),
         ):
+            self._updating = updating
             yield
 
     @property
