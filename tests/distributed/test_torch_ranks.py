@@ -148,7 +148,6 @@ def test_the_backend_counts_buckets_and_says_only_what_it_leaves_out(rows: Rows)
         ("custom", "set_custom_reduce_scatter"),
         ("unused", "set_reduce_scatter_unused_params"),
         ("scripted", "the TorchScript module '0' with sharded parameters"),
-        ("bare", "made without Optimizer.__init__"),
         ("parallel", "leave parallel out"),
         ("taken", "call the step that fit has returned"),
     ],

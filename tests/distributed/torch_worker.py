@@ -541,7 +541,6 @@ def refused() -> Any:
     power.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     custom[0].set_custom_reduce_scatter(type("Own", (DefaultReduceScatter,), {"__module__": __name__})())
     unused.set_reduce_scatter_unused_params(True)
-    bare = type("Bare", (torch.optim.Optimizer,), {"__init__": lambda *_: None, "param_groups": []})()
     models = {
         "columns": fully_shard(
             torch.nn.Linear(WIDTH, 8, bias=False), mesh=mesh, shard_placement_fn=lambda p: Shard(1)
@@ -563,7 +562,6 @@ def refused() -> Any:
     rows["scripted"] = caught(
         lambda: tightship.fit(scripted, loss_of, adamw(scripted), batches()[0], parallel=shards)
     )
-    rows["bare"] = caught(lambda: tightship.fit(model(), loss_of, bare, batches()[0], parallel=whole))
     taken = DistributedDataParallel(model())
     tightship.fit(taken, loss_of, adamw(taken), batches()[0])
     rows["taken"] = caught(lambda: taken(batches()[0][0]).sum().backward())

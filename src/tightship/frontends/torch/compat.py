@@ -555,8 +555,9 @@ def fused_on_meta() -> Iterator[None]:
 
 
 def optimizer_hooks(optimizer: Any) -> bool:
-    """Whether somebody asked to be called around the optimizer's step, or around that of every optimizer."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    """Whether somebody asked to be called around the optimizer's step, or around that of every optimizer. Wrappers
+    that are made without ``Optimizer.__init__`` have no hooks of their own."""
+    own = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
     every = [h for h in _optimizer._global_optimizer_pre_hooks.values() if h not in _watching]
     return bool(own or every or _optimizer._global_optimizer_post_hooks)
 

@@ -62,12 +62,6 @@ def _unwrapped(optimizer: Any) -> Any:
         kind = type(optimizer).__name__
         fault = f"optimizer of type {kind}; give a torch.optim.Optimizer, several in a list, or None"
         raise BadInput(fault, place="optimizer")
-    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "defaults"):
-        raise Unsupported(
-            f"a {type(optimizer).__name__}, which is made without Optimizer.__init__,",
-            "what it does around the step of the optimizer inside of it is not known",
-            "give fit the optimizer inside, or call step.backward(batch) and its own step() (fit with None for it)",
-        )  # fmt: skip
     if not type(optimizer).__module__.startswith("accelerate."):
         return optimizer
     if getattr(optimizer, "scaler", None) is not None:
