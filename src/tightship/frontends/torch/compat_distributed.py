@@ -156,6 +156,14 @@ def other_connection(store: Any) -> Any:
         return store
 
 
+def seconds_of_timeout() -> float:
+    """How long collectives of the default process group may take."""
+    world: Any = torch.distributed.group.WORLD
+    known = [getattr(world._get_backend(d), "options", None) for d in world._device_types]
+    timeouts: list[timedelta] = [o._timeout for o in known if hasattr(o, "_timeout")]
+    return min(timeouts, default=torch.distributed.default_pg_timeout).total_seconds()
+
+
 def store_of_launcher() -> bool:
     """Whether torchrun has the store that ranks meet in, and not one of them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
