@@ -160,7 +160,7 @@ def seconds_of_timeout() -> float:
     """How long collectives of the default process group may take."""
     world: Any = torch.distributed.group.WORLD
     known = [getattr(world._get_backend(d), "options", None) for d in world._device_types]
-    timeouts: list[timedelta] = [o._timeout for o in known if hasattr(o, "_timeout")]
+    timeouts: list[timedelta] = [t for o in known if (t := getattr(o, "_timeout", None)) is not None]
     return min(timeouts, default=torch.distributed.default_pg_timeout).total_seconds()
 
 
