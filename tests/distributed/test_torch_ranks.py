@@ -197,6 +197,20 @@ def columns():
     return model, loss, torch.optim.AdamW(model.parameters()), sample
 
 
+def experts():
+    model, loss, _, sample = plain()
+    with torch.device("meta"):
+        model[1] = torch.nn.Bilinear(256, 256, 4, bias=False)  # a row for each expert
+    model.forward = lambda x: model[1](h := model[0](x), h) @ model[2].weight[:4]
+    return model, loss, torch.optim.AdamW(model.parameters()), sample
+
+
+def matrices():
+    model, loss, _, sample = plain()
+    model[0].bias = model[2].bias = None
+    return model, loss, torch.optim.Muon(model.parameters()), sample
+
+
 def replicated():
     model = plain()[0].to_empty(device="cpu")
     return DistributedDataParallel(model), plain()[1], torch.optim.SGD(model.parameters()), torch.zeros(32, 64)
@@ -231,6 +245,16 @@ def test_one_machine_plans_for_a_rank_of_many(tmp_path: Path) -> None:
     assert (
         imagined(tmp_path, "columns", "--ranks", "64")["static"] - batch < (kept - whole) / 64 * 1.2 + whole
     )
+
+
+def test_parameters_that_stay_whole_on_each_rank_are_said(tmp_path: Path) -> None:
+    """Those of fewer rows than there are ranks where they take something; those whose optimizer needs all of them."""
+    notes = imagined(tmp_path, "experts", "--ranks", "8")["notes"]
+    assert "fewer rows than there are ranks (8): 1.weight (4)" in " ".join(notes)
+    assert "fewer rows" not in " ".join(imagined(tmp_path, "experts", "--ranks", "4")["notes"])
+    row = imagined(tmp_path, "matrices", "--ranks", "8")
+    assert "parameters of Muon stay whole on each rank" in " ".join(row["notes"])
+    assert row["static"] > 2 * 64 * 256 * 4 * 2  # both matrices, with a momentum each
 
 
 @pytest.mark.slow
