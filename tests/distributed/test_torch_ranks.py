@@ -15,7 +15,8 @@ from support.ranks import Rows, as_planned, run
 TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
     "checkpoints", "after_infeasible", "refused", "compiled", "fully_sharded_groups", "in_hand", "resumed",
-    "fully_sharded_other_shapes", "ddp_in_hand", "penalties", "hooked",
+    "fully_sharded_other_shapes", "ddp_in_hand", "penalties", "hooked", "around_ddp", "around_fully_sharded",
+    "not_given",
 )  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def same(row: dict[str, Any]) -> None:
     "how",
     [
         "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_groups",
-        "fully_sharded_clipped", "fully_sharded_other_shapes", "in_ddp",
+        "fully_sharded_clipped", "fully_sharded_other_shapes", "in_ddp", "around_ddp", "around_fully_sharded",
     ],
 )  # fmt: skip
 def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Rows, how: str) -> None:
@@ -42,6 +43,22 @@ def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Ro
         as_planned(row["fit"]["measure"])
     again = [row["fit"]["recomputed"] > 0 for row in rows[how]]
     assert all(again) or (any(again) and how == "fully_sharded_other_shapes")  # a short batch may do without
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("hand", "calls the DistributedDataParallel of its model, which fit was not given"),
+        ("beside", "the parameter 'more.weight' beside it"),
+        ("two", "and 2 of them"),
+    ],
+)
+def test_gradients_that_a_ddp_would_average_and_a_step_would_not_are_refused(
+    rows: Rows, how: str, words: str
+) -> None:
+    for row in rows["not_given"]:
+        assert row[how]["type"] == "Unsupported"
+        assert words in row[how]["text"]
 
 
 def test_code_that_has_the_ddp_in_hand_trains_and_evaluates_as_in_eager(rows: Rows) -> None:

@@ -168,6 +168,8 @@ def _as_torch_has_it(
         return _from_ddp(model, parallel)
     if not isinstance(model, torch.nn.Module):
         return model, parallel
+    if inside := compat_distributed.ddps_of(model):
+        return model, _from_ddp_inside(model, inside, parallel)
     if compat_distributed.distributed_by(model) == "fully_shard":
         return model, _from_fully_shard(model, parallel)
     if compat_distributed.distributed_by(model) == "DTensor":
@@ -209,6 +211,22 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
     how = parallel or DataParallel(buffers=ddp.broadcast_buffers)
     how = replace(how, reduce_dtype=how.reduce_dtype or hooks)
     return ddp.module, replace(how, group=how.group or ddp.process_group)
+
+
+def _from_ddp_inside(
+    model: torch.nn.Module, inside: list[Any], parallel: DataParallel | None
+) -> DataParallel:
+    """Of a module around a DistributedDataParallel, which averages all that is trained, or the step would not."""
+    own = {id(p) for p in inside[0].parameters()}
+    beside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+    if len(inside) > 1 or beside:
+        what = f"{len(inside)} of them" if len(inside) > 1 else f"the parameter {beside[0]!r} beside it"
+        raise Unsupported(
+            f"a model with a DistributedDataParallel inside, and {what},",
+            "each averages its own parameters, and nobody those beside",
+            "leave it out, and give fit the plain model and parallel=tightship.DataParallel()",
+        )  # fmt: skip
+    return _from_ddp(inside[0], parallel)[1]
 
 
 def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> DataParallel:

@@ -3,7 +3,7 @@ runs that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -266,6 +266,8 @@ class TrainVariants(Prepared):
         loss, scaler = loss_function(self.loss_fn, batch), self.loop.scaler
         if self._replicas is not None:
             loss = _of_replica(loss, self._replicas)
+        elif compat_distributed.world_size() > 1:
+            loss = _of_itself(loss, {id(p) for _, p in self._owned.parameters if p.requires_grad})
         if scaler is None:
             return loss
         device = next((p.device for _, p in self._owned.parameters), None)
@@ -577,6 +579,16 @@ def _of_replica(loss: LossFn, replicas: Replicas) -> LossFn:
             return loss(model, batch)
 
     return of_replica
+
+
+def _of_itself(loss: LossFn, trained: Collection[int]) -> LossFn:
+    """Of a step of which nobody averages the gradients."""
+
+    def of_itself(model: torch.nn.Module, batch: Any) -> Any:
+        with compat_distributed.none_in_ddp(trained):
+            return loss(model, batch)
+
+    return of_itself
 
 
 def _decided(program: Program) -> list[Any]:
