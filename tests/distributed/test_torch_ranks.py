@@ -51,6 +51,7 @@ def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Ro
         ("hand", "calls the DistributedDataParallel of its model, which fit was not given"),
         ("beside", "the parameter 'more.weight' beside it"),
         ("two", "and 2 of them"),
+        ("metric", "whose gradients depend on no collective"),
     ],
 )
 def test_gradients_that_a_ddp_would_average_and_a_step_would_not_are_refused(

@@ -240,7 +240,7 @@ def around_fully_sharded() -> Any:
 
 def not_given() -> Any:
     """Models whose DistributedDataParallel averages, and fit was given something else."""
-    m, n = model(), model()
+    m, n, alone = model(), model(), model()
     ddp = DistributedDataParallel(m)
 
     def loss(_: Any, batch: Any) -> Any:
@@ -252,6 +252,7 @@ def not_given() -> Any:
     return {
         "hand": caught(lambda: tightship.fit(m, loss, adamw(m), batches()[0])),
         "beside": caught(lambda: tightship.fit(beside, loss_of, adamw(beside), batches()[0])),
+        "metric": caught(lambda: tightship.fit(alone, loss_that_sends, adamw(alone), batches()[0])),
         "two": caught(lambda: tightship.fit(two, loss_of, adamw(two), batches()[0])),
     }
 

@@ -104,6 +104,12 @@ def sparse_tensor(shape: Sequence[int], rows: torch.Tensor, values: torch.Tensor
     return made
 
 
+def reads_shape_alone(fn: Any) -> bool:
+    """Whether an op asks what a tensor looks like, and not what is in it."""
+    name = str(getattr(fn, "__name__", "")).partition(".")[0]
+    return name.endswith("_like") or name.startswith("new_")
+
+
 def grows_statistics(fn: Any, args: Sequence[Any]) -> bool:
     """Whether an op gives buffers that are empty so far their size: those of fake quantization by channel."""
     by_channel = fn is torch.ops.aten._fused_moving_avg_obs_fq_helper.default and args[11:12] == (True,)
