@@ -87,10 +87,10 @@ class PlanRequest:
     def solve(self, progress: Progress | None = None) -> Planned:
         """The verified plan. Raises ``Infeasible``, ``BadInput`` for names and options that there are not."""
         answer = self._solved(progress)
-        if self.program is None or self.graph.meta.get("source") != "onnx":
-            return answer
-        notes = (*answer.plan.notes, *cast(Any, self.program).notes)  # on how the file was read
-        return answer.changed(notes=notes)
+        notes: tuple[str, ...] = () if self.step is None else self.step.notes
+        if self.program is not None and self.graph.meta.get("source") == "onnx":
+            notes = cast(Any, self.program).notes  # on how the file was read
+        return answer.changed(notes=(*answer.plan.notes, *notes)) if notes else answer
 
     def _solved(self, progress: Progress | None) -> Planned:
         graph, budget = self.graph, self.budget

@@ -48,13 +48,15 @@ def need_torch(what: str) -> None:
 @dataclass(frozen=True)
 class ModelStep:
     """One step of ``model`` on ``sample``: with ``loss_fn`` or ``optimizer`` the training step that `tightship.fit`
-    runs, without both the forward and backward pass, without ``train`` the forward pass in evaluation mode."""
+    runs, without both the forward and backward pass, without ``train`` the forward pass in evaluation mode.
+    ``notes`` are on how ranks divide the model."""
 
     model: torch.nn.Module | torch.export.ExportedProgram
     sample: object
     loss_fn: LossFn | torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     train: bool = True
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         need_torch("capturing a model")
@@ -353,8 +355,8 @@ def _divided(step: ModelStep) -> ModelStep:
 
     has_loss = step.loss_fn is not None or step.optimizer is not None
     loss = loss_function(step.loss_fn, step.sample) if has_loss else None
-    model, loss = imagined(step.model, step.optimizer, loss)
-    return replace(step, model=model, loss_fn=loss)
+    model, loss, notes = imagined(step.model, step.optimizer, loss)
+    return replace(step, model=model, loss_fn=loss, notes=notes)
 
 
 def _factory(module: str, name: str, text: str) -> Any:

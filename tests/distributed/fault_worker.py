@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging.handlers
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from worker import ROWS, adamw, batches, caught, loss_of, main, model
 
 import tightship
 from tightship.errors import BadInput, Infeasible
-from tightship.execute import prepared, ranks, train_variants
+from tightship.execute import prepared, ranks, roll_call, train_variants
 from tightship.frontends.torch import collectives, compat_distributed
 
 Fault = Callable[..., Any]
@@ -190,6 +192,46 @@ def in_running_step(rank: int, fault: Fault, at: int) -> Any:
 
 def killed_in_step() -> Any:
     return in_running_step(1, lambda: ended("killed_in_step"), 5)
+
+
+def stopped(seconds: int) -> Any:
+    """As by SIGSTOP, and goes on afterwards."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def in_stopped_step(seconds: int, limit: float) -> Any:
+    """One rank is stopped inside of a step; what is said meanwhile, with patience of a few seconds less."""
+    said = logging.handlers.BufferingHandler(100)
+    logging.getLogger("tightship").addHandler(said)
+    waits = {"_PATIENCE": 0.5, "_BETWEEN": 0.2, "_SILENT": 1.5}
+    with (
+        patch.multiple(roll_call, **waits),
+        patch.object(compat_distributed, "seconds_of_timeout", lambda: limit),
+    ):
+        step = fitted()
+        step(batches()[0])
+        own, calls = collectives.running, 0
+
+        def running(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if here(1) and calls == 5:
+                stopped(seconds)
+            return own(*args, **kwargs)
+
+        with patch.object(collectives, "running", running):
+            error = caught(lambda: step(batches()[1]))
+    lines = [record.getMessage() for record in said.buffer if record.levelno == logging.WARNING]
+    return {"error": error, "said": lines}
+
+
+def stopped_for_a_while() -> Any:
+    return in_stopped_step(4, 60.0)
+
+
+def stopped_for_longer_than_the_group_waits() -> Any:
+    return in_stopped_step(8, 3.0)
 
 
 def store_killed_in_step() -> Any:

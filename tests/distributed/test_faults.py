@@ -59,6 +59,25 @@ def test_a_fault_while_ranks_send_ends_the_step_on_all(how: str) -> None:
             assert seconds_to_error(*errors) < SECONDS
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named_and_may_go_on() -> None:
+    rows = run("stopped_for_a_while", worker="fault_worker.py")["stopped_for_a_while"]
+    assert [row["error"]["type"] for row in rows] == ["", ""]
+    assert [line.split(":")[0] for line in rows[0]["said"]] == ["rank 1"]
+    assert "no answer" in rows[0]["said"][0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_for_longer_than_the_process_group_waits_ends_the_step_on_all() -> None:
+    name = "stopped_for_longer_than_the_group_waits"
+    rows = run(name, worker="fault_worker.py")[name]
+    assert [row["error"]["type"] for row in rows] == ["PeerFailed", "PeerFailed"]
+    assert "rank 1: has not answered for 3 s" in rows[0]["error"]["text"]
+    assert (
+        rows[0]["error"]["seconds"] < rows[1]["error"]["seconds"]
+    )  # which goes on, and finds the others gone
+
+
 def test_ranks_that_are_started_again_with_the_store_of_those_before_train(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,8 @@ from support.ranks import Rows, as_planned, run
 TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
     "checkpoints", "after_infeasible", "refused", "compiled", "fully_sharded_groups", "in_hand", "resumed",
-    "fully_sharded_other_shapes", "ddp_in_hand", "penalties", "hooked",
+    "fully_sharded_other_shapes", "ddp_in_hand", "penalties", "hooked", "around_ddp", "around_fully_sharded",
+    "not_given",
 )  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def same(row: dict[str, Any]) -> None:
     "how",
     [
         "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_groups",
-        "fully_sharded_clipped", "fully_sharded_other_shapes", "in_ddp",
+        "fully_sharded_clipped", "fully_sharded_other_shapes", "in_ddp", "around_ddp", "around_fully_sharded",
     ],
 )  # fmt: skip
 def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Rows, how: str) -> None:
@@ -42,6 +43,23 @@ def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Ro
         as_planned(row["fit"]["measure"])
     again = [row["fit"]["recomputed"] > 0 for row in rows[how]]
     assert all(again) or (any(again) and how == "fully_sharded_other_shapes")  # a short batch may do without
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("hand", "calls the DistributedDataParallel of its model, which fit was not given"),
+        ("beside", "the parameter 'more.weight' beside it"),
+        ("two", "and 2 of them"),
+        ("metric", "whose gradients depend on no collective"),
+    ],
+)
+def test_gradients_that_a_ddp_would_average_and_a_step_would_not_are_refused(
+    rows: Rows, how: str, words: str
+) -> None:
+    for row in rows["not_given"]:
+        assert row[how]["type"] == "Unsupported"
+        assert words in row[how]["text"]
 
 
 def test_code_that_has_the_ddp_in_hand_trains_and_evaluates_as_in_eager(rows: Rows) -> None:
@@ -148,7 +166,6 @@ def test_the_backend_counts_buckets_and_says_only_what_it_leaves_out(rows: Rows)
         ("custom", "set_custom_reduce_scatter"),
         ("unused", "set_reduce_scatter_unused_params"),
         ("scripted", "the TorchScript module '0' with sharded parameters"),
-        ("bare", "made without Optimizer.__init__"),
         ("parallel", "leave parallel out"),
         ("taken", "call the step that fit has returned"),
     ],
@@ -198,6 +215,20 @@ def columns():
     return model, loss, torch.optim.AdamW(model.parameters()), sample
 
 
+def experts():
+    model, loss, _, sample = plain()
+    with torch.device("meta"):
+        model[1] = torch.nn.Bilinear(256, 256, 4, bias=False)  # a row for each expert
+    model.forward = lambda x: model[1](h := model[0](x), h) @ model[2].weight[:4]
+    return model, loss, torch.optim.AdamW(model.parameters()), sample
+
+
+def matrices():
+    model, loss, _, sample = plain()
+    model[0].bias = model[2].bias = None
+    return model, loss, torch.optim.Muon(model.parameters()), sample
+
+
 def replicated():
     model = plain()[0].to_empty(device="cpu")
     return DistributedDataParallel(model), plain()[1], torch.optim.SGD(model.parameters()), torch.zeros(32, 64)
@@ -232,6 +263,16 @@ def test_one_machine_plans_for_a_rank_of_many(tmp_path: Path) -> None:
     assert (
         imagined(tmp_path, "columns", "--ranks", "64")["static"] - batch < (kept - whole) / 64 * 1.2 + whole
     )
+
+
+def test_parameters_that_stay_whole_on_each_rank_are_said(tmp_path: Path) -> None:
+    """Those of fewer rows than there are ranks where they take something; those whose optimizer needs all of them."""
+    notes = imagined(tmp_path, "experts", "--ranks", "8")["notes"]
+    assert "fewer rows than there are ranks (8): 1.weight (4)" in " ".join(notes)
+    assert "fewer rows" not in " ".join(imagined(tmp_path, "experts", "--ranks", "4")["notes"])
+    row = imagined(tmp_path, "matrices", "--ranks", "8")
+    assert "parameters of Muon stay whole on each rank" in " ".join(row["notes"])
+    assert row["static"] > 2 * 64 * 256 * 4 * 2  # both matrices, with a momentum each
 
 
 @pytest.mark.slow

@@ -197,6 +197,66 @@ def mixed_precision() -> Any:
     return rows
 
 
+class Around(torch.nn.Module):
+    """A module that hands on what it is asked for, and what is set, as wrappers of trainers do."""
+
+    def __init__(self, inside: torch.nn.Module) -> None:
+        super().__init__()
+        self.inside, self.calls = inside, 0
+        self.made = True
+
+    def forward(self, *given: Any) -> Any:
+        self.calls += 1
+        return self.inside(*given) * 2
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inside"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "made" in vars(self) and name not in vars(self) and hasattr(type(self), name):
+            setattr(self.inside, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+def loss_that_sends(m: Any, batch: Any) -> Any:
+    """Its value is as without, but a step of it has a collective."""
+    value = loss_of(m, batch)
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return value + 0 * total
+
+
+def around_ddp() -> Any:
+    return both(model, loss_that_sends, batches(3), wrap=lambda m: Around(DistributedDataParallel(m)))
+
+
+def around_fully_sharded() -> Any:
+    return both(model, loss_of, batches(3), wrap=lambda m: Around(sharded(m)))
+
+
+def not_given() -> Any:
+    """Models whose DistributedDataParallel averages, and fit was given something else."""
+    m, n, alone = model(), model(), model()
+    ddp = DistributedDataParallel(m)
+
+    def loss(_: Any, batch: Any) -> Any:
+        return loss_that_sends(ddp, batch)
+
+    beside = Around(DistributedDataParallel(n))
+    beside.more = torch.nn.Linear(2, 2)
+    two = torch.nn.ModuleList([DistributedDataParallel(model()), DistributedDataParallel(model())])
+    return {
+        "hand": caught(lambda: tightship.fit(m, loss, adamw(m), batches()[0])),
+        "beside": caught(lambda: tightship.fit(beside, loss_of, adamw(beside), batches()[0])),
+        "metric": caught(lambda: tightship.fit(alone, loss_that_sends, adamw(alone), batches()[0])),
+        "two": caught(lambda: tightship.fit(two, loss_of, adamw(two), batches()[0])),
+    }
+
+
 def in_ddp() -> Any:
     return both(model, loss_of, batches(4), wrap=DistributedDataParallel)
 
@@ -541,7 +601,6 @@ def refused() -> Any:
     power.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     custom[0].set_custom_reduce_scatter(type("Own", (DefaultReduceScatter,), {"__module__": __name__})())
     unused.set_reduce_scatter_unused_params(True)
-    bare = type("Bare", (torch.optim.Optimizer,), {"__init__": lambda *_: None, "param_groups": []})()
     models = {
         "columns": fully_shard(
             torch.nn.Linear(WIDTH, 8, bias=False), mesh=mesh, shard_placement_fn=lambda p: Shard(1)
@@ -563,7 +622,6 @@ def refused() -> Any:
     rows["scripted"] = caught(
         lambda: tightship.fit(scripted, loss_of, adamw(scripted), batches()[0], parallel=shards)
     )
-    rows["bare"] = caught(lambda: tightship.fit(model(), loss_of, bare, batches()[0], parallel=whole))
     taken = DistributedDataParallel(model())
     tightship.fit(taken, loss_of, adamw(taken), batches()[0])
     rows["taken"] = caught(lambda: taken(batches()[0][0]).sum().backward())

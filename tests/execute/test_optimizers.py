@@ -4,6 +4,7 @@ eager, with every request where it was planned."""
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -151,6 +152,39 @@ class Around(torch.optim.Optimizer):
         self.inner.step()
 
 
+class AroundBare(torch.optim.Optimizer):
+    """As Lookahead is written in most repositories: without ``Optimizer.__init__``."""
+
+    def __init__(self, params, lr=0.05):
+        self.inner, self.steps, self.state = torch.optim.AdamW(params, lr=lr), 0, defaultdict(dict)
+        for p in (p for group in self.inner.param_groups for p in group["params"]):
+            self.state[p]["slow"] = p.detach().clone()
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for p, kept in self.state.items():
+                p.data.lerp_(kept["slow"], 0.5)
+                kept["slow"].copy_(p.data)
+
+
+class AroundInPlaces(AroundBare):
+    """Its groups and defaults are the other's own."""
+
+    param_groups = None
+
+    def __init__(self, params, lr=0.05):
+        self.param_groups = (inner := torch.optim.AdamW(params, lr=lr)).param_groups
+        self.inner, self.defaults, self.steps, self.state = inner, inner.defaults, 0, defaultdict(dict)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["slow"] = p.detach().clone()
+
+
 class UnderAName(Own):
     """State that is no parameter's, under a name, made where it is not there (as in MADGRAD, TRAC)."""
 
@@ -281,6 +315,8 @@ def of(cls, **settings):
         Becomes,
         Late,
         Around,
+        AroundBare,
+        AroundInPlaces,
         UnderAName,
         ById,
         Draws,

@@ -196,6 +196,40 @@ class Frozen(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+@pytest.mark.parametrize(
+    "rows", [slice(32), slice(16, 48), slice(None, None, 2)], ids=["first", "inner", "second"]
+)
+def test_some_rows_of_what_is_cut_are_no_slice_of_it(rows):
+    """An op that reads some rows alone has none of each slice, even where it may be cut along another dimension."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 10))
+    twin = copy.deepcopy(model)
+
+    def loss(model, batch):
+        z = torch.relu(model[0](batch)) * 2
+        return model[1](z[rows]).square().mean() + torch.tanh(z).mean()
+
+    def step_of(budget, allow):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return fit(model, loss, optimizer, batch, budget, allow=allow, cache=None, seconds=1.0, strict=True)
+
+    batch = torch.randn(64, 16)
+    for chain in chains(capture_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch)):
+        assert chain.units > 1
+    with pytest.raises(Infeasible):  # having looked at what slices would come to
+        step_of("static+10%", "recompute")
+    step = step_of("static+80%", ALLOW)
+    ours = step(batch)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    theirs = loss(twin, batch)
+    theirs.backward()
+    optimizer.step()
+    torch.testing.assert_close(ours, theirs.detach())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    as_planned(step)
+
+
 def test_exact_slices_leave_the_bits_of_eager():
     torch.manual_seed(0)
     model = Frozen()

@@ -11,11 +11,56 @@ lightning = pytest.importorskip("lightning", reason="lightning is not installed"
 
 from tightship.errors import BadInput, Infeasible, Unsupported  # noqa: E402
 from tightship.execute.allocator import Meter  # noqa: E402
+from tightship.execute.fit import fit  # noqa: E402
 from tightship.graph import aligned  # noqa: E402
 from tightship.integrations.lightning import LargestBatch, Tightship  # noqa: E402
 
 QUICK = {"seconds_per_op": 0.0005, "seconds": 20.0, "work": 500_000, "strict": True}
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_what_fabric_has_set_up_is_planned_as_it_is(precision):
+    """Its module is called, its optimizer is the one inside."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    rows = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        layers = [m for _ in range(3) for m in (nn.Linear(32, 32), nn.GELU())]
+        model = nn.Sequential(*layers, nn.Linear(32, 4))
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+        losses, step = [], None
+        for _ in range(3):
+            batch = torch.randn(64, 32), torch.randint(4, (64,))
+            if planned:
+                step = step or fit(model, cross_entropy, optimizer, batch, "100%", cache=None, seconds=2.0)
+                losses.append(step(batch))
+                continue
+            loss = cross_entropy(model, batch)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        rows.append([*losses, *(p.detach() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+    assert step.measure()["measured_peak"] == step.plan.peak
+    assert not step.notes or not any("AdamW" in note for note in step.notes)  # one op for each parameter
+
+
+def test_what_fabric_does_around_the_step_is_refused():
+    class Counts:
+        def on_after_optimizer_step(self, **_):
+            raise AssertionError
+
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, callbacks=[Counts()])
+    model = nn.Linear(4, 4)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.01))
+    with pytest.raises(Unsupported, match="Fabric's with callbacks"):
+        fit(model, cross_entropy, optimizer, (torch.randn(2, 4), torch.randint(4, (2,))), cache=None)
+
+
+def cross_entropy(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
 
 
 class Net(lightning.LightningModule):

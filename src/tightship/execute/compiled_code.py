@@ -23,6 +23,7 @@ from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepRep
 from tightship.execute.compiled_ranks import Decision
 from tightship.execute.compiled_step_search import StepSearch
 from tightship.execute.interpreter import RunStats, report
+from tightship.execute.interrupts import Updating
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.execute.prepared import Settings
 from tightship.execute.script import device_of
@@ -105,7 +106,9 @@ class Compiled(NotCopied):
         """Runs with the numbers of ``program`` from now on, which differs in nothing else."""
         self.program = program
 
-    def run(self, inputs: Sequence[Any], *, consume: bool = False) -> list[Any]:
+    def run(
+        self, inputs: Sequence[Any], *, consume: bool = False, updating: Updating | None = None
+    ) -> list[Any]:
         tensors = list(inputs)
         if consume:
             assert isinstance(inputs, list)
@@ -120,8 +123,12 @@ class Compiled(NotCopied):
         args += self._numbers
         if self.arena is None:
             self.arena = self.reserve(self.extent)
+        if updating is not None and any(op.phase == "update" for op in self.program.graph.ops):
+            updating.begin()
         with torch.no_grad():
             results = self._pass.run(args, self.arena, placed=True, budget=self.plan.budget)
+        if updating is not None:
+            updating.complete()
         self.last = self._pass.last
         if self.last is not None:
             report(self.last, self.strict)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -53,6 +53,7 @@ from tightship.frontends.torch.optimizer.kept import blank_state, is_blank
 from tightship.frontends.torch.optimizer.probe_parts import why_whole
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
+from tightship.units import format_bytes
 
 __all__ = ["DataParallel", "Replicas", "check_together", "imagined", "load", "saved"]
 
@@ -167,6 +168,8 @@ def _as_torch_has_it(
         return _from_ddp(model, parallel)
     if not isinstance(model, torch.nn.Module):
         return model, parallel
+    if inside := compat_distributed.ddps_of(model):
+        return model, _from_ddp_inside(model, inside, parallel)
     if compat_distributed.distributed_by(model) == "fully_shard":
         return model, _from_fully_shard(model, parallel)
     if compat_distributed.distributed_by(model) == "DTensor":
@@ -208,6 +211,22 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
     how = parallel or DataParallel(buffers=ddp.broadcast_buffers)
     how = replace(how, reduce_dtype=how.reduce_dtype or hooks)
     return ddp.module, replace(how, group=how.group or ddp.process_group)
+
+
+def _from_ddp_inside(
+    model: torch.nn.Module, inside: list[Any], parallel: DataParallel | None
+) -> DataParallel:
+    """Of a module around a DistributedDataParallel, which averages all that is trained, or the step would not."""
+    own = {id(p) for p in inside[0].parameters()}
+    beside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+    if len(inside) > 1 or beside:
+        what = f"{len(inside)} of them" if len(inside) > 1 else f"the parameter {beside[0]!r} beside it"
+        raise Unsupported(
+            f"a model with a DistributedDataParallel inside, and {what},",
+            "each averages its own parameters, and nobody those beside",
+            "leave it out, and give fit the plain model and parallel=tightship.DataParallel()",
+        )  # fmt: skip
+    return _from_ddp(inside[0], parallel)[1]
 
 
 def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> DataParallel:
@@ -333,34 +352,67 @@ def _check_elementwise(model: torch.nn.Module, optimizer: Any) -> None:
     )  # fmt: skip
 
 
-def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.Module, LossFn | None]:
+def _notes_on_whole(
+    model: torch.nn.Module, done: dict[int, Part], whole: dict[int, tuple[str, str]], size: int
+) -> tuple[str, ...]:
+    """What is said of a plain model's parameters that each of so many ranks has all of."""
+    notes = [f"parameters of {name} stay whole on each rank: {why}" for name, why in {*whole.values()}]
+    total = sum(p.nbytes * (size if id(p) in done else 1) for p in model.parameters())
+    few = {
+        n: p
+        for n, p in model.named_parameters()
+        if p.dim() and id(p) not in done and id(p) not in whole and p.shape[0] < size
+    }
+    nbytes = sum(p.nbytes for p in few.values())
+    if nbytes > total * _WORTH_A_NOTE:
+        names = ", ".join(
+            [*[f"{n} ({few[n].shape[0]})" for n in [*few][:3]], *(["…"] if len(few) > 3 else [])]
+        )
+        notes.append(
+            f"{format_bytes(nbytes)} of parameters stay whole on each rank, which have fewer rows than there are "
+            f"ranks ({size}): {names}"
+        )
+    return tuple(notes)
+
+
+_WORTH_A_NOTE: Final = 0.01
+"""Of all bytes of parameters: what stays whole because of its few rows."""
+
+
+def imagined(
+    model: Any, optimizer: Any, loss: LossFn | None
+) -> tuple[torch.nn.Module, LossFn | None, tuple[str, ...]]:
     """A model, and its loss, as one of imagined ranks trains it, for planning alone: in shards, or as torch has made
-    it parallel already. Raises as `check_together`."""
+    it parallel already; and notes on that. Raises as `check_together`."""
     module, how = _as_torch_has_it(model, None)
     check_model(module, hooks=True, shards=True)
     if how is None or how.shard:
-        _check_elementwise(module, optimizer)
         _check_unhooked(module)
+    if how is not None and how.shard:
+        _check_elementwise(module, optimizer)
     done, among = shards_of(module), (how or DataParallel()).among
     if isinstance(how, _TensorParallel):
         done = done or take_over_placed(module, optimizer)
         shard_optimizer(optimizer, done)
-        return module, loss
+        return module, loss, ()
+    notes: tuple[str, ...] = ()
     if compat_distributed.distributed_by(module) == "fully_shard":
         done = take_over(module, optimizer)
     elif how is None:
-        done = shard_model(module, among, _need_whole(optimizer))
+        whole = _need_whole(optimizer)
+        done = shard_model(module, among, whole)
+        notes = _notes_on_whole(module, done, whole, among.size)
     shard_optimizer(optimizer, done)
     ways = average_reads(module, done, among)
     send_together(module, ways, None if how is None else how.bucket)
     if loss is None:
-        return module, None
+        return module, None, notes
 
     def reading(given: torch.nn.Module, batch: Any) -> Any:
         with read_once(ways.values()):
             return loss(given, batch)
 
-    return module, reading
+    return module, reading, notes
 
 
 class Replicas(NotCopied):
@@ -401,9 +453,7 @@ class Replicas(NotCopied):
             if parallel.shard:
                 whole = _need_whole(optimizer)
                 shards = shard_model(model, self.among, whole)
-                self.notes = tuple(
-                    f"parameters of {name} stay whole on each rank: {why}" for name, why in {*whole.values()}
-                )
+                self.notes = _notes_on_whole(model, shards, whole, self.among.size)
         shard_optimizer(optimizer, shards)
         if not together:
             send_together(model, shards, parallel.bucket)

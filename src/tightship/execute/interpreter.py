@@ -19,6 +19,7 @@ from tightship.execute.allocator import Meter
 from tightship.execute.away import Fetch, FetchPiece
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.host_pool import FilePool, HostPool, PinnedPool, pool_beside
+from tightship.execute.interrupts import Updating
 from tightship.execute.script import HEAP, PlannedRequests, device_of, needs_memory, planned_requests
 from tightship.execute.transfers import host_offsets
 from tightship.frontends.torch import compat
@@ -154,6 +155,8 @@ class Executor(NotCopied):
         self._pool = self._host_pool(folder, pinned, pool) if plan.count("offload") else None
         serving = allocator.load(self._kind) if self.requests is not None else None
         self._code: Code = compile_plan(program, plan, serving, self._pool)
+        self._updating: Updating | None = None
+        self._tell_of_updates()
         self._limit = None if plan.budget is None else max(plan.budget - self._begins, 0)
         self._scripts: dict[bool, tuple[int, allocator.Script]] = {}
         self._verified = False
@@ -181,6 +184,18 @@ class Executor(NotCopied):
         if not requests.placed:
             self.notes.append("the plan places nothing: every request is served from the heap, and measured")
         return requests
+
+    def _tell_of_updates(self) -> None:
+        """Puts an instruction before the first update."""
+        ops, code = self.program.graph.ops, self._code.instructions
+        first = next((k for k, i in enumerate(code) if i.op >= 0 and ops[i.op].phase == "update"), None)
+
+        def begin(_: Any) -> None:
+            if self._updating is not None:
+                self._updating.begin()
+
+        if first is not None:
+            code.insert(first, Instruction(code[first].step, -1, begin))
 
     def _host_pool(
         self, folder: str | os.PathLike[str] | None, pinned: int | None, pool: PinnedPool | None
@@ -221,15 +236,21 @@ class Executor(NotCopied):
 
     # --- running ---
 
-    def run(self, inputs: Sequence[Any], *, consume: bool = False) -> list[Any]:
+    def run(
+        self, inputs: Sequence[Any], *, consume: bool = False, updating: Updating | None = None
+    ) -> list[Any]:
         """One run on the tensors of ``program.slots`` (None where optimizer state does not exist yet).
 
         Returns the tensors of ``program.results``, which lie outside the arena. If an op fails, the error is
         raised after everything the step made is freed; what the ops before it wrote stays written (parameters
         whose update has run are updated, the others are not; running statistics and random state are those of
-        the point reached). ``consume``: as for `execute`.
+        the point reached). ``consume``: as for `execute`. ``updating`` hears when updates begin and are complete.
         """
-        results = self.execute(inputs, consume=consume)
+        self._updating = updating
+        try:
+            results = self.execute(inputs, consume=consume)
+        finally:
+            self._updating = None
         if self.last is not None:
             report(self.last, self.strict)
         return results
@@ -263,6 +284,8 @@ class Executor(NotCopied):
             else:
                 self._replay(self.requests, instructions, env, arena or self._own_arena(), placed)
             results = [env[at] for at in self._code.results]
+            if self._updating is not None:
+                self._updating.complete()
         env.clear()
         self._verified = True
         return results

@@ -348,7 +348,8 @@ class Ranks(NotCopied):
                         break
                     except RuntimeError:
                         raise self._lost(error) from None
-            failed = self._failed() or self._stand(lookout, monotonic() - start)
+            seconds = monotonic() - start
+            failed = self._failed() or self._stand(lookout, seconds) or self._silent(seconds)
             if failed is not None:
                 raise failed
         if lookout is not None:
@@ -365,6 +366,19 @@ class Ranks(NotCopied):
         assert lookout is not None
         lookout.leave()
         return self._noted(PeerFailed(standing, self._place), [*standing])
+
+    def _silent(self, seconds: float) -> PeerFailed | None:
+        """The error where a rank has not answered for as long as the process group waits."""
+        try:
+            missing = () if _process.lookout is None else _process.lookout.roll_call.missing(seconds)
+        except RuntimeError as error:
+            return self._lost(error)
+        if not missing:
+            return None
+        limit = compat_distributed.seconds_of_timeout()
+        reason = f"has not answered for {limit:.0f} s, the timeout of the process group"
+        failures = dict.fromkeys(missing, reason)
+        return self._noted(PeerFailed(failures, self._place, writing=self._writes), missing)
 
     def _failed(self) -> PeerFailed | None:
         """What other ranks have noted; or who is gone, where one of them asks who is there."""

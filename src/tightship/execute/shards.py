@@ -602,8 +602,11 @@ def average_reads(model: torch.nn.Module, done: Mapping[int, Part], among: Divis
 def _read_by(module: torch.nn.Module, ways: Mapping[str, Gathering], **own: Any) -> None:
     kind = type(module)
     names = {n: property(_reader(n, way)) for n, way in ways.items()}
+    if not names and not own:
+        return
     own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), names | own)
+    # Wrappers may hand on what is set to the module inside.
+    object.__setattr__(module, "__class__", type(kind.__name__, (kind,), names | own))
 
 
 def _mark(module: torch.nn.Module, shards: Mapping[str, Part]) -> None:

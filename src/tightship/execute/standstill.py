@@ -17,6 +17,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
+from tightship.execute.roll_call import RollCall
 from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.collectives import Sent
 
@@ -57,6 +58,8 @@ class Lookout:
     def __init__(self, store: Any, key: str, rank: int, size: int) -> None:
         self._store, self._key, self._rank, self._size = store, f"{key}/look", rank, size
         self._looks_in = compat_distributed.other_connection(store)
+        limit = compat_distributed.seconds_of_timeout()
+        self.roll_call = RollCall(store, self._looks_in, key, rank, size, limit)
         self._ended, self._asks, self._stood = threading.Event(), False, False
         self._followed = threading.get_ident()
         self.meetings = 0  # how often all ranks have called fit
@@ -134,6 +137,7 @@ class Lookout:
         since, told = 0.0, False
         with suppress(RuntimeError):
             while not self._ended.wait(_POLL) and compat_distributed.world_size() > 1:
+                self.roll_call.answer()
                 if not self._looks_in.check([f"{self._key}/asked"]):
                     continue
                 # No frame is kept, which would keep what its code has let go.

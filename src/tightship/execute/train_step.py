@@ -397,7 +397,7 @@ class TrainStep(TrainVariants):
         if self._verify_every and self._steps % self._verify_every == 0:
             eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
         self._put_away()
-        results = variant.executor.run(tensors, consume=True)
+        results = variant.executor.run(tensors, consume=True, updating=self._updating)
         made, parameters = variant.program.gradients, dict(self._owned.parameters)
         count = len(variant.program.results) - len(made)
         for n, g in zip(made, results[count:], strict=True):
@@ -480,7 +480,7 @@ class TrainStep(TrainVariants):
         assert self.optimizer is not None
         if variant is not None:
             self._put_away()
-            variant.executor.run(variant.binding.tensors(()), consume=True)
+            variant.executor.run(variant.binding.tensors(()), consume=True, updating=self._updating)
             self._ran.add(variant, self._beside)
         compat.mark_stepped(self.optimizer)
 

@@ -3,7 +3,7 @@ runs that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from tightship.execute.agreement import (
 )
 from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel, Replicas
+from tightship.execute.interrupts import Updating
 from tightship.execute.parts import (
     Loop,
     bytes_of_inputs,
@@ -46,7 +47,7 @@ from tightship.execute.prepared import (
 from tightship.execute.ranks import Ranks
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.checks import DATA_PARALLEL, check_hooks, check_model
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -116,10 +117,13 @@ class TrainVariants(Prepared):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
+        updating = Updating()
         with (
+            updating.whole(),
             super()._exclusive(),
             self.ranks.ending_together("a training step") if self.ranks else nullcontext(),
         ):
+            self._updating = updating
             yield
 
     @property
@@ -262,6 +266,8 @@ class TrainVariants(Prepared):
         loss, scaler = loss_function(self.loss_fn, batch), self.loop.scaler
         if self._replicas is not None:
             loss = _of_replica(loss, self._replicas)
+        elif compat_distributed.world_size() > 1:
+            loss = _of_itself(loss, {id(p) for _, p in self._owned.parameters if p.requires_grad})
         if scaler is None:
             return loss
         device = next((p.device for _, p in self._owned.parameters), None)
@@ -557,9 +563,13 @@ class TrainVariants(Prepared):
     def _check_ranks(self, program: Program) -> None:
         """Raise ``Unsupported`` where ranks would drift apart without a word."""
         ranks = 1 if self.independent or self._replicas is not None else compat_distributed.world_size()
-        if ranks > 1 and not any(compat_distributed.is_collective(call.fn) for call in program.calls):
+        if ranks > 1 and not _trains_together(program):
+            sends = any(compat_distributed.is_collective(call.fn) for call in program.calls)
+            what = (
+                "a step whose gradients depend on no collective" if sends else "a step without a collective"
+            )
             raise Unsupported(
-                f"a step without a collective on {ranks} ranks", "each rank would train a model of its own",
+                f"{what} on {ranks} ranks", "each rank would train a model of its own",
                 f"give fit parallel=tightship.DataParallel(), or {DATA_PARALLEL}; "
                 f"where that is what you want (an ensemble), fit(…, independent=True)",
             )  # fmt: skip
@@ -573,6 +583,29 @@ def _of_replica(loss: LossFn, replicas: Replicas) -> LossFn:
             return loss(model, batch)
 
     return of_replica
+
+
+def _of_itself(loss: LossFn, trained: Collection[int]) -> LossFn:
+    """Of a step of which nobody averages the gradients."""
+
+    def of_itself(model: torch.nn.Module, batch: Any) -> Any:
+        with compat_distributed.none_in_ddp(trained):
+            return loss(model, batch)
+
+    return of_itself
+
+
+def _trains_together(program: Program) -> bool:
+    """Whether what a step trains depends on what ranks send: not if that is a number for a log."""
+    graph, sent = program.graph, set[int]()
+    home = [v.storage for v in graph.values]
+    for op, call in zip(graph.ops, program.calls, strict=True):
+        reads = () if compat.reads_shape_alone(call.fn) else op.inputs
+        if compat_distributed.is_collective(call.fn) or not sent.isdisjoint(home[v] for v in reads):
+            sent |= {*(home[v] for v in op.outputs), *op.mutates}
+    trained = {home[s.value] for s in program.slots if s.role in ("parameter", "gradient")}
+    trained |= {home[v] for v in program.results[len(program.results) - len(program.gradients) :]}
+    return not sent.isdisjoint(trained)
 
 
 def _decided(program: Program) -> list[Any]:

@@ -482,6 +482,24 @@ def test_what_is_refused(case, kept):
     assert _count == 0 and CountsInItsClass.count == 0
 
 
+class InMode(Plain):
+    """As schedule-free ones: it steps in its mode for training alone."""
+
+    training = False
+
+    def train(self):
+        self.training = True
+
+    def step(self, closure=None):
+        if not self.training:
+            raise RuntimeError("not in train mode")
+
+
+def test_an_optimizer_with_modes_is_told_of_its_own(kept):
+    with pytest.raises(Unsupported, match=r"not in train mode\); instead, call its \.train\(\) before fit"):
+        Two(lambda groups: InMode(groups, lr=0.1), kept)
+
+
 @pytest.mark.parametrize("case", ["hook", "replaced", "differentiable"])
 def test_what_is_refused_is_refused_when_it_comes_later(case, kept):
     cls, change, text = REFUSED[case]

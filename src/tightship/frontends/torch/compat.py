@@ -104,6 +104,12 @@ def sparse_tensor(shape: Sequence[int], rows: torch.Tensor, values: torch.Tensor
     return made
 
 
+def reads_shape_alone(fn: Any) -> bool:
+    """Whether an op asks what a tensor looks like, and not what is in it."""
+    name = str(getattr(fn, "__name__", "")).partition(".")[0]
+    return name.endswith("_like") or name.startswith("new_")
+
+
 def grows_statistics(fn: Any, args: Sequence[Any]) -> bool:
     """Whether an op gives buffers that are empty so far their size: those of fake quantization by channel."""
     by_channel = fn is torch.ops.aten._fused_moving_avg_obs_fq_helper.default and args[11:12] == (True,)
@@ -555,8 +561,9 @@ def fused_on_meta() -> Iterator[None]:
 
 
 def optimizer_hooks(optimizer: Any) -> bool:
-    """Whether somebody asked to be called around the optimizer's step, or around that of every optimizer."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    """Whether somebody asked to be called around the optimizer's step, or around that of every optimizer. Wrappers
+    that are made without ``Optimizer.__init__`` have no hooks of their own."""
+    own = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
     every = [h for h in _optimizer._global_optimizer_pre_hooks.values() if h not in _watching]
     return bool(own or every or _optimizer._global_optimizer_post_hooks)
 

@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -154,6 +154,14 @@ def other_connection(store: Any) -> Any:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):
         return store
+
+
+def seconds_of_timeout() -> float:
+    """How long collectives of the default process group may take."""
+    world: Any = torch.distributed.group.WORLD
+    known = [getattr(world._get_backend(d), "options", None) for d in world._device_types]
+    timeouts: list[timedelta] = [t for o in known if (t := getattr(o, "_timeout", None)) is not None]
+    return min(timeouts, default=torch.distributed.default_pg_timeout).total_seconds()
 
 
 def store_of_launcher() -> bool:
@@ -382,9 +390,8 @@ def _fully_shard_states(model: torch.nn.Module) -> list[tuple[tuple[torch.nn.Mod
     """Of each call of ``fully_shard``: the modules that it was given, and what it keeps of them."""
     rows: dict[int, tuple[list[torch.nn.Module], Any]] = {}
     for module in model.modules():
-        get = getattr(module, "_get_fsdp_state", None)
-        if get is not None:
-            state = get()
+        if hasattr(type(module), "_get_fsdp_state"):  # wrappers have the attributes of what is inside
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
             rows.setdefault(id(state), ([], state))[0].append(module)
     return [(tuple(modules), state) for modules, state in rows.values()]
 
@@ -642,10 +649,38 @@ def modules_in_ddp() -> Iterator[None]:
         kind.forward, _inside.a_step = known, before  # type: ignore[method-assign]
 
 
+@contextmanager
+def none_in_ddp(trained: Collection[int]) -> Iterator[None]:
+    """Inside of a step that averages nothing by itself: raises ``Unsupported`` where a DistributedDataParallel is
+    called that would average gradients of ``trained`` (ids of parameters). Others call their modules."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    known = kind.forward
+
+    def forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(id(p) in trained for p in ddp.parameters()):
+            raise Unsupported(
+                "a step that calls the DistributedDataParallel of its model, which fit was not given,",
+                "it averages gradients in a backward pass that is not run",
+                "give fit the DistributedDataParallel, or the plain model and parallel=tightship.DataParallel()",
+            )
+        return ddp.module(*args, **kwargs)
+
+    kind.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.forward = known  # type: ignore[method-assign]
+
+
 def buffers_change(ddp: Any) -> None:
     """Has a DistributedDataParallel send its buffers with the next forward pass, as after a training step of its
     own; evaluation sends them once."""
     ddp.require_forward_param_sync = True
+
+
+def ddps_of(model: torch.nn.Module) -> list[Any]:
+    """The model itself if it is a DistributedDataParallel, and those inside of it."""
+    return [m for m in model.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
 
 
 def let_go_of_buckets(ddp: Any) -> None:

@@ -240,12 +240,13 @@ class _Finder:
         return found if found and min(found) > 1 else None
 
     def choose(self, k: int, cut: set[int]) -> Axis | None:
-        """A way in which an op may be cut along what is cut of its storages."""
+        """A way in which an op may be cut along what is cut of its storages: not where it reads some rows of one."""
         call, values = self.program.calls[k], self.graph.values
         for axis in self.axes(k):
             rows = [(v, axis.args.get(p)) for p, v in self.places(k)]
             rows += [(v, axis.results[n]) for n, v in enumerate(call.results) if v >= 0]
-            if all(values[v].storage not in cut or d == self.dim(v, k, axis) for v, d in rows):
+            cuts = [(d, self.dim(v, k, axis)) for v, d in rows if values[v].storage in cut]
+            if all(d is not None and d == along for d, along in cuts):
                 return axis
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -44,7 +44,7 @@ def each(optimizer: Any) -> tuple[Any, ...]:
 
 
 def as_one(optimizer: Any) -> Any:
-    """The optimizer, or the several of a list or tuple as one, without the wrapper that accelerate puts around each.
+    """The optimizer, or the several of a list or tuple as one, without the wrappers that packages put around each.
     Raises ``BadInput`` for an empty list and what is no optimizer, ``Unsupported`` for a wrapper that scales
     gradients."""
     if not isinstance(optimizer, (list, tuple)):
@@ -62,20 +62,31 @@ def _unwrapped(optimizer: Any) -> Any:
         kind = type(optimizer).__name__
         fault = f"optimizer of type {kind}; give a torch.optim.Optimizer, several in a list, or None"
         raise BadInput(fault, place="optimizer")
-    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "defaults"):
-        raise Unsupported(
-            f"a {type(optimizer).__name__}, which is made without Optimizer.__init__,",
-            "what it does around the step of the optimizer inside of it is not known",
-            "give fit the optimizer inside, or call step.backward(batch) and its own step() (fit with None for it)",
-        )  # fmt: skip
-    if not type(optimizer).__module__.startswith("accelerate."):
+    package = next((p for p in _WRAPPERS if type(optimizer).__module__.startswith(f"{p}.")), None)
+    if package is None:
         return optimizer
-    if getattr(optimizer, "scaler", None) is not None:
+    by, before = _WRAPPERS[package]
+    precision = getattr(getattr(optimizer, "_strategy", None), "precision", None)
+    if any(getattr(x, "scaler", None) is not None for x in (optimizer, precision)):
         raise Unsupported(
-            "an optimizer of accelerate's with a GradScaler", "its step unscales gradients and may be left out",
-            "give fit the optimizer before accelerator.prepare, and the scaler as scaler=",
+            f"an optimizer of {by} with a GradScaler", "its step unscales gradients and may be left out",
+            f"give fit the optimizer before {before}, and the scaler as scaler=",
+        )  # fmt: skip
+    callbacks = getattr(optimizer, "_callbacks", ())
+    if any(callable(getattr(c, "on_after_optimizer_step", None)) for c in callbacks):
+        raise Unsupported(
+            f"an optimizer of {by} with callbacks", "a planned step does not call them",
+            "leave them out, and do what they do behind the step",
         )  # fmt: skip
     return optimizer.optimizer
+
+
+_WRAPPERS: Final = {
+    "accelerate": ("accelerate's", "accelerator.prepare"),
+    "lightning.fabric": ("Fabric's", "fabric.setup"),
+    "lightning_fabric": ("Fabric's", "fabric.setup"),
+}
+"""Packages that put a wrapper around each optimizer, whose step is the optimizer's where nothing scales."""
 
 
 def twin_of(optimizer: Any, others: Mapping[int, torch.Tensor]) -> Any:

@@ -222,7 +222,7 @@ def does_not_run(optimizer: Any, error: Exception) -> Unsupported:
         return needs_closure(optimizer)
     return Unsupported(
         f"the optimizer {type(optimizer).__name__}", f"its step does not run on copies of its parameters ({text})",
-        BY_ITSELF,
+        f"call its .train() before fit; or {BY_ITSELF}" if callable(getattr(optimizer, "train", None)) else BY_ITSELF,
     )  # fmt: skip
 
 

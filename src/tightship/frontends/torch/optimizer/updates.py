@@ -315,7 +315,8 @@ def _updates(
                 continue
             if id(p) not in names:
                 fault = (
-                    f"a parameter of shape {tuple(p.shape)} that is not one of the model's: what puts new parameters "
+                    f"a parameter of shape {tuple(p.shape)} that is not one of the model's: give fit a model that "
+                    "has those of the loss, too (torch.nn.ModuleList([model, criterion])); what puts new parameters "
                     "there (load_state_dict(assign=True)) comes before the optimizer is made"
                 )
                 raise BadInput(fault, place=f"optimizer: group {g}, entry {k}")

@@ -1,0 +1,84 @@
+"""A step updates all of its parameters or none: a signal that comes in between is heard when the step is over.
+
+The updates of a planned step are spread over its backward pass, each at its gradient. Ctrl-C among them would leave a
+model of which some parameters are a step ahead of the others, which code that saves a checkpoint then would keep.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+from tightship.errors import PeerFailed
+
+__all__ = ["Updating"]
+
+_HELD: Final = (signal.SIGINT, signal.SIGTERM)
+"""Signals whose handlers raise, as a rule. Those that the system handles are never held."""
+
+
+class Updating:
+    """Of one call of a step: from `begin` on signals are held, until `whole` ends. A second one of a kind is heard at
+    once."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._came: list[int] = []
+        self._half = False
+
+    def begin(self) -> None:
+        """To be called before the first update. Only the main thread hears of signals."""
+        if not self._handlers and threading.current_thread() is threading.main_thread():
+            for number in _HELD:
+                if callable(handler := signal.getsignal(number)):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._hold)
+        self._half = True
+
+    def complete(self) -> None:
+        """To be called after the last update."""
+        self._half = False
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Hands on what came meanwhile. An error among the updates says so."""
+        try:
+            yield
+        except BaseException as error:
+            if self._half and not isinstance(error, PeerFailed):  # which says so itself
+                error.add_note(_NOTE)
+            raise
+        finally:
+            self._let_go()
+            for number in self._came:
+                self._handlers[number](number, sys._getframe())
+
+    def _hold(self, number: int, frame: Any) -> None:
+        if number in self._came:
+            self._came.remove(number)
+            self._let_go()
+            self._handlers[number](number, frame)
+            return
+        self._came.append(number)
+        with suppress(OSError, ValueError, AttributeError):  # no standard error, or a closed one
+            if sys.stderr.isatty():
+                os.write(sys.stderr.fileno(), _SAID)
+
+    def _let_go(self) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._hold:
+                signal.signal(number, handler)
+
+
+_SAID: Final = (
+    b"\ntightship: this step is finished first, or some parameters alone were updated (again: at once)\n"
+)
+_NOTE: Final = (
+    "some parameters of the model were updated and others not, as the step had begun to update them: go on from a "
+    "checkpoint"
+)
