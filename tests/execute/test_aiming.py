@@ -262,3 +262,20 @@ def test_others_are_looked_at_where_they_are_faster_than_what_is_written_for_mem
         search._leans()
         assert search._unless_others(100, first, lean) is best
         assert search.leaned is (best is lean)
+
+
+def test_inductors_own_are_left_where_a_lower_share_takes_more():
+    """Of a falling and then rising row the lowest is found; blocks computed again are another matter."""
+    peaks = {0.7: 80, 0.5: 60, 0.3: 65, 0.1: 70, 0.0: 75, None: 40}
+    lowered, first = [], Candidate(None, "own", 100, 100, None)
+
+    def lower(made, share):
+        lowered.append(share)
+        return Candidate(made, "", peaks[share], peaks[share], None, seconds=1.0)
+
+    seeds = SimpleNamespace(seed=lambda s: str(s), seconds=lambda _: 1.0, least=lambda _: 0, lowered=lower)
+    assert fastest([first], (*aiming.STOCK, None), seeds, 50, 0).needed == 40
+    assert lowered == [0.7, 0.5, 0.3, None]
+    with pytest.raises(Infeasible) as found:
+        fastest([first], aiming.STOCK, seeds, 50, 0)
+    assert found.value.best_peak == 60

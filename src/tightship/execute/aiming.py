@@ -297,7 +297,8 @@ def fastest(
     slack = 0.0 if aim is None else aim.slack
     best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
     reached = min(c.needed for c in found)
-    slower = False  # at lower budgets Inductor computes more again
+    slower = False  # at lower budgets Inductor computes more again, and from some on needs more each time
+    before: int | None = None
     for share in shares:
         if best is not None and best.seconds <= slack:
             break
@@ -317,6 +318,9 @@ def fastest(
         except NotLowered:
             continue
         reached = min(reached, c.needed)
+        if share is not None:
+            slower = slower or (before is not None and c.needed > before)
+            before = c.needed
         if c.needed <= budget and (best is None or c.seconds < best.seconds):
             best = c
     if best is None:
