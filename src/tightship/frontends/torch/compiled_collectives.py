@@ -79,22 +79,32 @@ def as_ops(fn: Collective) -> Callable[..., Any]:
 
 def decompositions() -> dict[Any, Any]:
     """What the functional collectives of one graph, which is traced meanwhile, are made of: ops of ours, numbered as
-    they come. They are complete when they return, so that nothing is left to wait for. Nothing without ranks."""
+    they come. They are complete when they return: what is left to wait for was sent before the graph. Nothing without
+    ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     functional, numbers = torch.ops._c10d_functional, itertools.count()
+    complete: list[torch.Tensor] = []
 
     def numbered(fn: Collective) -> Callable[..., Any]:
-        return lambda *args: as_ops(fn)(next(numbers), *args)
+        def send(*args: Any) -> Any:
+            sent = as_ops(fn)(next(numbers), *args)
+            complete.extend(sent if isinstance(sent, (list, tuple)) else [sent])
+            return sent
+
+        return send
+
+    def wait(x: torch.Tensor) -> Any:
+        return x if any(x is t for t in complete) else NotImplemented
 
     names = (name for name in _WAYS if not name.endswith("_"))  # traced graphs have none that write in place
     made = {getattr(functional, n).default: numbered(_functional(n)) for n in names}
-    return {**made, functional.wait_tensor.default: lambda sent: sent}
+    return {**made, functional.wait_tensor.default: wait}
 
 
 def sends_by_itself(op: Any) -> bool:
     """Whether an op is a collective of PyTorch's, which sends whenever it runs."""
-    return getattr(op, "namespace", "") in _SENDING
+    return getattr(op, "namespace", "") in _SENDING and not is_wait(op)
 
 
 _SENDING: Final = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
@@ -125,7 +135,7 @@ def is_wait(target: object) -> bool:
 def is_collective(target: object) -> bool:
     """Whether an op, of ours or of PyTorch's, sends."""
     ours = getattr(target, "namespace", "") == NAMESPACE and getattr(target, "_opname", "") in _ops()
-    return ours or (sends_by_itself(target) and not is_wait(target))
+    return ours or sends_by_itself(target)
 
 
 def number_of(op: Any, args: Sequence[Any]) -> int | None:

@@ -1,4 +1,5 @@
-"""Tags on joint graphs of ranks that have parts of parameters, as trainers trace them (SimpleFSDP)."""
+"""Graphs that send to other ranks: tags where these have parts of parameters, as trainers trace them (SimpleFSDP);
+what the backend's compiled mode makes of collectives."""
 
 import contextlib
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 import tightship
+from tightship.frontends.torch.compiled_collectives import decompositions
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed")
 
@@ -80,3 +82,25 @@ def test_what_is_gathered_counts_and_is_gathered_again_and_sums_are_made_once(su
     once, late = ({n.name for n in sent(gm, "all_reduce")} for gm in (forward, backward))
     assert len(once) == len(late) == LAYERS * summed  # those of the backward pass are of gradients
     assert not once & late
+
+
+def traced(fn, *given):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    gm = make_fx(fn, decomposition_table=decompositions(), tracing_mode="fake")(*given)
+    return [str(n.target).rpartition(".")[0] for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def test_what_a_graph_sends_is_complete_and_what_was_sent_before_is_waited_for():
+    functional_ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+
+    def sums(x, y):
+        x = functional_ops.wait_tensor(x)  # sent before this graph
+        made = functional_ops.all_reduce_coalesced([x, y], "sum", group)
+        first, second = (functional_ops.wait_tensor(t) for t in made)
+        return functional_ops.wait_tensor(functional_ops.all_gather_into_tensor(first + second, 2, group))
+
+    found = traced(sums, torch.ones(4), torch.ones(4))
+    assert found[0] == "_c10d_functional.wait_tensor"
+    assert [n for n in found if "tightship" in n] == ["tightship.all_reduce", "tightship.all_gather"]
+    assert not any("wait" in n for n in found[1:])
