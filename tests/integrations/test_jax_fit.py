@@ -742,6 +742,34 @@ def test_what_a_shard_map_hands_on_is_planned(inside, checked) -> None:
     assert fitted.fits[0].memory.total <= fitted.fits[0].budget
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_devices_send_one_another_is_sent_once(inside) -> None:
+    """A ring, as of attention over sequences in parts: JAX names no effect of `ppermute`, which a plan had run again,
+    so that it was none."""
+    mesh, spec = jax.make_mesh((1,), ("ring",)), jax.sharding.PartitionSpec
+
+    def forward(params, x):
+        for w in params:
+            there = jax.lax.ppermute(jnp.tanh(x @ w), "ring", [(0, 0)])
+            x = x + jax.nn.softmax(there @ x.T, -1) @ x
+        return jax.lax.pmean((x**2).mean(), "ring")
+
+    def mapped(f, gives):
+        return jax.shard_map(f, mesh=mesh, in_specs=(spec(), spec()), out_specs=gives, check_vma=False)
+
+    step = mapped(jax.value_and_grad(forward), (spec(), [spec()] * 3))
+    if not inside:
+        step = jax.value_and_grad(mapped(forward, spec()))
+    params = [0.1 * jax.random.normal(jax.random.fold_in(KEY, k), (WIDE, WIDE)) for k in range(3)]
+    program = program_of(jax.jit(step).trace(params, X).jaxpr)
+    planner = Planner("select")
+    for part in (0.0, 0.5):  # every plan is verified
+        planner.level(program, part * unplanned_bytes(program))
+    bodies = [body for e in program.equations for body in bodies_of(e)]
+    sent = [op for b in bodies for op in Ops(b).graph.ops if op.target == "ppermute"]
+    assert len(sent) >= 3 and all(op.effect for op in sent)
+
+
 def test_loops_one_behind_another_run_again_as_a_whole() -> None:
     """Layers of state-space models: each layer's loop hands on as much as the next one's, and need not beside it."""
 

@@ -22,7 +22,7 @@ from jax.extend import core, source_info_util
 
 from tightship.cached import cached_property
 from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, called, flops_of, kind_of, source_of
+from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, called, flops_of, kind_of, runs_once, source_of
 from tightship.graph import Graph, Op
 
 __all__ = [
@@ -338,7 +338,7 @@ class Ops:
                 self.builder.op_name(e.name), kind_of(e.made), tuple(self.home[v] for v in reads),
                 tuple(self.home[v] for v in e.outputs), time=max(flops / FLOPS, moved / BYTES), flops=flops,
                 workspace=e.inner,
-                effect=bool(e.made.effects) or e.once,
+                effect=runs_once(e.made) or e.once,
                 phase="backward" if e.backward else "forward", source=source_of(e.made),
             )
         )  # fmt: skip

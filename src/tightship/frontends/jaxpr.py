@@ -17,7 +17,18 @@ from tightship.errors import Unsupported
 from tightship.frontends.builder import GraphBuilder
 from tightship.graph import Graph, Op
 
-__all__ = ["BYTES", "FLOPS", "Traced", "bytes_of", "called", "flops_of", "kind_of", "lower", "source_of"]
+__all__ = [
+    "BYTES",
+    "FLOPS",
+    "Traced",
+    "bytes_of",
+    "called",
+    "flops_of",
+    "kind_of",
+    "lower",
+    "runs_once",
+    "source_of",
+]
 
 FLOPS = 5e10
 """Floating-point operations a second: only how they compare with bytes matters."""
@@ -167,7 +178,7 @@ class _Lowering:
             Op(
                 f"{name}#{number}", kind_of(e), inputs, tuple(outputs),
                 time=max(flops / FLOPS, moved / BYTES), flops=flops, phase=self.phase(e),
-                module=module.rstrip("."), source=source_of(e), effect=bool(e.effects),
+                module=module.rstrip("."), source=source_of(e), effect=runs_once(e),
             )
         )  # fmt: skip
         return list(outputs)
@@ -193,6 +204,12 @@ def kind_of(e: Any) -> str:
     name, axes = str(e.primitive.name), e.params.get("axes")
     own = name in _OVER_DEVICES and axes is not None and all(isinstance(axis, int) for axis in axes)
     return _OVER_DEVICES[name] if own else name
+
+
+def runs_once(e: Any) -> bool:
+    """Whether an equation is not run again: it has effects, or devices exchange what it reads. JAX writes the axis
+    down as an effect of most of these, but not of `ppermute`."""
+    return bool(e.effects) or bool(e.params.get("axis_name"))
 
 
 def flops_of(e: Any) -> int:

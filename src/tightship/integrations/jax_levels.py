@@ -81,12 +81,14 @@ class Level:
 @dataclass(frozen=True)
 class _Frame:
     """The graph that is planned for a level, in ``beyond`` bytes; ``op_of``: ops of the level by the graph's (None:
-    none)."""
+    none). ``one``: XLA has both bodies of a pair in one computation, as those of shard maps, and would merge what
+    the second makes again with the first time."""
 
     graph: Graph
     op_of: tuple[int | None, ...]
     beyond: float
     rest: int | None = None
+    one: bool = False
 
 
 _Planned = tuple[Level, PlannedPair | None]
@@ -287,7 +289,7 @@ class Planner:
         at = next(k for k, (_, op) in enumerate(steps) if op == frame.rest)
         level_at = next(k for k, s in enumerate(full) if s.kind == "compute" and s.op == frame.rest)
         first = [(twice, op) for twice, k in steps[:at] if (op := frame.op_of[k]) is not None]
-        second, ran = [], set()
+        second, ran = [], {op for _, op in first} if frame.one else set[int]()
         for _, k in steps[at + 1 :]:
             op = frame.op_of[k]
             if op is not None:
@@ -528,7 +530,7 @@ def _frame(ops: Ops, pair: Pair | None, share: Share, beyond: float) -> _Frame:
     given = set(b.inputs)
     ends = [home[v] for v in body.outputs[len(pair.keeps) :] if isinstance(v, int)]
     graph = b.graph([v for v in dict.fromkeys(ends) if v not in given], "pair")
-    return _Frame(graph, tuple(op_of), beyond, rest)
+    return _Frame(graph, tuple(op_of), beyond, rest, pair.first.name == "shard_map")
 
 
 def _steps_of_policy(ops: Ops, frame: _Frame, policy: str) -> Steps:
