@@ -48,7 +48,7 @@ _NEARLY = 1.1
 """How many times the budget a plan may need from which one within it is looked for."""
 _SLOW = 0.1
 """So far above the goal, likewise, is far longer than it has to be."""
-_LOOSER = (0.005, 0.02)
+_LOOSER = (0.02, 0.005)
 """By which parts of the budget a plan may need more from which one within it is looked for there."""
 _HOLES = 3
 """How often fewer bytes are aimed at as the places of everything take more."""
@@ -86,6 +86,8 @@ class Reruns:
     clock: Clock
     changed: list[Timeline] = field(default_factory=list)
     """What came of the first search, far from the goal."""
+    looser: list[Timeline] = field(default_factory=list)
+    """What a little more memory allows, where that was asked for."""
 
     def first(self) -> None:
         """Change what the first search found: where nothing is within the budget, or what comes of it is close to the
@@ -95,6 +97,7 @@ class Reruns:
         best = self.search.reached.within(self.search.bytes)
         if best is None:
             return self._lower(1)
+        best = self._less_slow(best)
         line = self._fastest(best.found.timeline, self.search.bytes)
         if self._close(line):
             self._place(line, best.found.timeline)
@@ -108,9 +111,10 @@ class Reruns:
             return
         if self.search.reached.within(self.search.bytes) is None:
             self._lower(_FROM)
-        if self.search.reached.within(self.search.bytes) is not None:
+        best = self.search.reached.within(self.search.bytes)
+        if best is not None:
+            self._less_slow(best)
             self._faster()
-            self._come_down()
 
     def _may(self) -> bool:
         search = self.search
@@ -142,18 +146,19 @@ class Reruns:
                 line = made
         return line
 
-    def _come_down(self) -> None:
+    def _less_slow(self, best: floor.Placed) -> floor.Placed:
         """Where what fits takes far longer than it has to: what a little more memory allows, made smaller. Searches
         for the least leave plans that recompute everything, and stay there."""
         search, budget = self.search, self.search.bytes
+        far = self._above(best.found.timeline) > _SLOW * search.before.time
+        if search.quick or self.looser or not far:
+            return best
         for part in _LOOSER:
-            best = search.reached.within(budget)
-            assert best is not None
-            if search.quick or self._above(best.found.timeline) <= _SLOW * search.before.time:
-                return
             line = search.looser(budget + int(budget * part), self.clock)
-            if line is not None:
-                self._place(self._fastest(self._lowest(line), budget), best.found.timeline)
+            self.looser += [] if line is None else [line]
+        for line in sorted(self.looser, key=lambda x: x.time)[:1]:
+            self._place(self._fastest(self._lowest(line), budget), best.found.timeline)
+        return search.reached.within(budget) or best
 
     def _faster(self) -> None:
         search, budget = self.search, self.search.bytes

@@ -104,6 +104,10 @@ _LESS = 3
 """By what the work of such a search is divided."""
 
 
+_PART_OF_LOOSER = 4
+"""By what the time left is divided for a search for more bytes."""
+
+
 _SHORTLY = 1.0
 """Seconds at least for the places of everything with gathers begun ahead."""
 
@@ -437,13 +441,13 @@ class Search:
             self._search_from(found.found, progress, clock)
 
     def looser(self, budget: int, clock: Clock) -> Timeline | None:
-        """What a search for more bytes finds that knows nothing of this one."""
+        """What a search for more bytes finds, in a part of the time, that knows nothing of this one."""
         problem = replace(self.problem)  # with an archive of its own
         args = (self.graph, problem, self.options, self.before, budget, self.deadline, self.near)
         other = Search(*args, whole=False, quick=self.quick)
         line = None
         with suppress(Infeasible, KeyboardInterrupt):
-            line = other.fit(None, clock)[0].timeline
+            line = other.fit(None, Clock(clock.search.left / _PART_OF_LOOSER))[0].timeline
         self.interrupted |= other.interrupted
         return line
 
