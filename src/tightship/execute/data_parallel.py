@@ -36,7 +36,7 @@ from tightship.execute.shards import (
     take_over,
     take_over_placed,
 )
-from tightship.frontends.torch import compat, compat_distributed
+from tightship.frontends.torch import compat, compat_ddp, compat_distributed
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.collectives import (
     Division,
@@ -168,7 +168,7 @@ def _as_torch_has_it(
         return _from_ddp(model, parallel)
     if not isinstance(model, torch.nn.Module):
         return model, parallel
-    if inside := compat_distributed.ddps_of(model):
+    if inside := compat_ddp.ddps_of(model):
         return model, _from_ddp_inside(model, inside, parallel)
     if compat_distributed.distributed_by(model) == "fully_shard":
         return model, _from_fully_shard(model, parallel)
@@ -194,20 +194,20 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
             "a model in DistributedDataParallel has all parameters on all ranks: give fit its .module, or "
             "leave parallel out", parallel, "fit(parallel=…)",
         )  # fmt: skip
-    if compat_distributed.taken_apart(ddp):
+    if compat_ddp.taken_apart(ddp):
         raise Unsupported(
             "a tensor parallel model in DistributedDataParallel",
             "it takes DTensors apart and puts them together around each forward pass",
             "call fully_shard over the mesh of the ranks with other batches, which fit takes over",
         )  # fmt: skip
-    if options := compat_distributed.own_ddp_options(ddp):
+    if options := compat_ddp.own_ddp_options(ddp):
         raise Unsupported(
             f"a model in DistributedDataParallel with {', '.join(options)}",
             "fit averages gradients itself",
             "leave that out (hooks that average in another type are taken over), or give fit its .module and "
             "parallel=tightship.DataParallel()",
         )  # fmt: skip
-    hooks = compat_distributed.type_that_hook_sends(ddp)
+    hooks = compat_ddp.type_that_hook_sends(ddp)
     how = parallel or DataParallel(buffers=ddp.broadcast_buffers)
     how = replace(how, reduce_dtype=how.reduce_dtype or hooks)
     return ddp.module, replace(how, group=how.group or ddp.process_group)
@@ -356,7 +356,9 @@ def _notes_on_whole(
     model: torch.nn.Module, done: dict[int, Part], whole: dict[int, tuple[str, str]], size: int
 ) -> tuple[str, ...]:
     """What is said of a plain model's parameters that each of so many ranks has all of."""
-    notes = [f"parameters of {name} stay whole on each rank: {why}" for name, why in {*whole.values()}]
+    notes = [
+        f"parameters of {name} stay whole on each rank: {why}" for name, why in dict.fromkeys(whole.values())
+    ]
     total = sum(p.nbytes * (size if id(p) in done else 1) for p in model.parameters())
     few = {
         n: p
@@ -476,7 +478,7 @@ class Replicas(NotCopied):
         for b in self.model.buffers() if self.parallel.buffers else ():
             broadcast(b.data, self.among)
         if self.ddp is not None:
-            compat_distributed.buffers_change(self.ddp)
+            compat_ddp.buffers_change(self.ddp)
 
     def average(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of whole parameters, between backward pass and update."""

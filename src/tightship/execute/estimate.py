@@ -24,7 +24,7 @@ from tightship.execute.blocks import checkpointed
 from tightship.execute.compiled_loop import Emulation
 from tightship.execute.eager_peak import Kernels, Timeline, reserved
 from tightship.execute.estimate_remedies import Remedy, batches_within, remedies_of
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat_ddp
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
 from tightship.frontends.torch.capture.step import module_of
@@ -333,7 +333,7 @@ class _Asked:
                 backend=Emulation(loop, run=run) if self.compiled else None,
             )  # fmt: skip
         if isinstance(model, DistributedDataParallel):
-            loop.add_buckets(compat_distributed.buckets_of(model))
+            loop.add_buckets(compat_ddp.buckets_of(model))
         kernels = Kernels(loop, run=run)
         return _summed(
             loop, Timeline(loop, kernels, CUDA_ALIGNMENT if self.device.is_gpu else 0), kernels, self

@@ -27,7 +27,7 @@ from tightship.execute.prepared import (
 from tightship.execute.ranks import together
 from tightship.execute.stream import is_about
 from tightship.execute.train_step import TrainStep
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat_ddp
 from tightship.frontends.torch.optimizer.given import Several, as_one
 from tightship.frontends.torch.structure import (
     Pad,
@@ -155,7 +155,7 @@ def fit(
         if prepare:
             step._prepared(step._filled(sample_batch, largest=True), 4)
     if ranks is not None or module is not model:
-        for ddp in compat_distributed.ddps_of(model):
+        for ddp in compat_ddp.ddps_of(model):
             step.take_over_ddp(ddp)
     return step
 

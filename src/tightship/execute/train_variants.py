@@ -47,7 +47,7 @@ from tightship.execute.prepared import (
 from tightship.execute.ranks import Ranks
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
-from tightship.frontends.torch import compat, compat_distributed
+from tightship.frontends.torch import compat, compat_ddp, compat_distributed
 from tightship.frontends.torch.capture.checks import DATA_PARALLEL, check_hooks, check_model
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -108,7 +108,7 @@ class TrainVariants(Prepared):
 
     def take_over_ddp(self, ddp: Any) -> None:
         """From here on the DistributedDataParallel of the model evaluates, and this trains."""
-        compat_distributed.let_go_of_buckets(ddp)
+        compat_ddp.let_go_of_buckets(ddp)
         if self._replicas is not None:
             self._replicas.ddp = ddp
 
@@ -579,7 +579,7 @@ def _of_replica(loss: LossFn, replicas: Replicas) -> LossFn:
     """Reads what is in parts once, and calls modules where the code has them in a DistributedDataParallel."""
 
     def of_replica(model: torch.nn.Module, batch: Any) -> Any:
-        with replicas.read_once(), compat_distributed.modules_in_ddp():
+        with replicas.read_once(), compat_ddp.modules_in_ddp():
             return loss(model, batch)
 
     return of_replica
@@ -589,7 +589,7 @@ def _of_itself(loss: LossFn, trained: Collection[int]) -> LossFn:
     """Of a step of which nobody averages the gradients."""
 
     def of_itself(model: torch.nn.Module, batch: Any) -> Any:
-        with compat_distributed.none_in_ddp(trained):
+        with compat_ddp.none_in_ddp(trained):
             return loss(model, batch)
 
     return of_itself

@@ -19,7 +19,7 @@ import torch
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
 from tightship.frontends.torch import compat, compat_compile, compat_distributed
-from tightship.frontends.torch.compat_distributed import Buckets
+from tightship.frontends.torch.compat_ddp import Buckets
 from tightship.frontends.torch.optimizer.copy import copied, stepped
 from tightship.frontends.torch.optimizer.given import independent
 from tightship.graph import aligned, alignment_of

@@ -33,7 +33,7 @@ from tightship.execute import allocator
 from tightship.execute.heap import faster_on_heap, plan_on_heap
 from tightship.execute.interpreter import Fallback
 from tightship.execute.profile import profile
-from tightship.frontends.torch import compat, compat_compile, compat_distributed
+from tightship.frontends.torch import compat, compat_compile, compat_ddp
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
@@ -231,7 +231,7 @@ class Session(NotCopied):
     def compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             symbolic = compat_compile.fixed_sizes(gm, inputs)
-            self.ledger.sends(compat_distributed.active_buckets())
+            self.ledger.sends(compat_ddp.active_buckets())
             follows = compat_compile.graph_break(gm)
             if follows is not None and follows.by_ddp:
                 raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")

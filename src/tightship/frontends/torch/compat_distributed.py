@@ -7,16 +7,13 @@ import ctypes
 import os
 import sys
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-
-from tightship.errors import Unsupported
 
 
 def world_size() -> int:
@@ -555,206 +552,16 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
             vars(module).pop(name, None)
 
 
-class _LetGo:
-    """In the place of what DistributedDataParallel sends with: it lets forward passes by, and no backward pass."""
-
-    def _nothing(self, *_: Any) -> bool:
-        return False
-
-    set_runtime_stats_and_log = prepare_for_forward = prepare_for_backward = _rebuild_buckets = _nothing
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a question of what it is, as ``hasattr`` and ``copy`` ask it
-            raise AttributeError(name)
-        raise _no_training()
-
-
-def _no_training() -> Unsupported:
-    return Unsupported(
-        "a backward pass through a DistributedDataParallel that tightship.fit has taken over",
-        "its buckets are no more, so that they take no memory beside the budget",
-        "call the step that fit has returned, or put the module into a new DistributedDataParallel",
-    )
-
-
-def _ends_backward(ddp: Any, _: Any, out: Any) -> None:
-    """Behind a forward pass outside of a step: gradients that come to what it returns would not be averaged."""
-
-    def refused(_: Any) -> None:
-        raise _no_training()
-
-    if torch.is_grad_enabled() and not _inside.a_step:
-        for t in pytree.tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.requires_grad:
-                t.register_hook(refused)
-
-
-class _Inside:
-    """Whether the code of a step runs."""
-
-    a_step = False
-
-
-_inside = _Inside()
-
-
-class Buckets(NamedTuple):
-    """What a DistributedDataParallel sends gradients in: the bytes of each, and whether gradients lie there."""
-
-    sizes: tuple[int, ...]
-    views: bool
-
-
-def active_buckets() -> Buckets | None:
-    """Of the DistributedDataParallel whose forward pass is running; None where there is none."""
-    ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    return None if ddp is None else buckets_of(ddp)
-
-
-def buckets_of(ddp: Any) -> Buckets:
-    """Of a DistributedDataParallel."""
-    known = ddp._get_ddp_logging_data()
-    sizes = known.get("rebuilt_bucket_sizes") or known["bucket_sizes"]
-    return Buckets(tuple(int(x) for x in str(sizes).split(",")), bool(ddp.gradient_as_bucket_view))
-
-
-@contextmanager
-def sending_nothing(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, a DistributedDataParallel calls its module and does nothing else."""
-    names = ("require_backward_grad_sync", "require_forward_param_sync")
-    before = {n: vars(model).get(n) for n in names}
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        vars(model).update(dict.fromkeys(names, False))
-    try:
-        yield
-    finally:
-        vars(model).update({n: x for n, x in before.items() if x is not None})
-
-
-@contextmanager
-def modules_in_ddp() -> Iterator[None]:
-    """Inside of a step, a DistributedDataParallel calls its module and does nothing else: that of the step's model,
-    which the code may have in hand, and others, whose gradients are none of this step's."""
-    kind = torch.nn.parallel.DistributedDataParallel
-    known, before = kind.forward, _inside.a_step
-
-    def forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        buffers_change(ddp)
-        return ddp.module(*args, **kwargs)
-
-    kind.forward, _inside.a_step = forward, True  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        kind.forward, _inside.a_step = known, before  # type: ignore[method-assign]
-
-
-@contextmanager
-def none_in_ddp(trained: Collection[int]) -> Iterator[None]:
-    """Inside of a step that averages nothing by itself: raises ``Unsupported`` where a DistributedDataParallel is
-    called that would average gradients of ``trained`` (ids of parameters). Others call their modules."""
-    kind = torch.nn.parallel.DistributedDataParallel
-    known = kind.forward
-
-    def forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(id(p) in trained for p in ddp.parameters()):
-            raise Unsupported(
-                "a step that calls the DistributedDataParallel of its model, which fit was not given,",
-                "it averages gradients in a backward pass that is not run",
-                "give fit the DistributedDataParallel, or the plain model and parallel=tightship.DataParallel()",
-            )
-        return ddp.module(*args, **kwargs)
-
-    kind.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        kind.forward = known  # type: ignore[method-assign]
-
-
-def buffers_change(ddp: Any) -> None:
-    """Has a DistributedDataParallel send its buffers with the next forward pass, as after a training step of its
-    own; evaluation sends them once."""
-    ddp.require_forward_param_sync = True
-
-
-def ddps_of(model: torch.nn.Module) -> list[Any]:
-    """The model itself if it is a DistributedDataParallel, and those inside of it."""
-    return [m for m in model.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
-
-
-def let_go_of_buckets(ddp: Any) -> None:
-    """Frees the buckets of a DistributedDataParallel, a copy of its parameters; its forward passes are as before."""
-    ddp.reducer = ddp.logger = _LetGo()
-    ddp.join_hook = _no_join
-    ddp.register_forward_hook(_ends_backward)
-
-
-def _no_join(**_: Any) -> None:
-    raise Unsupported(
-        "Join around a DistributedDataParallel that tightship.fit has taken over",
-        "a rank without batches would have to send what the plan of the others sends",
-        "have all ranks take as many steps (drop_last=True, or the least number of batches of all)",
-    )
-
-
-def own_ddp_options(ddp: Any) -> list[str]:
-    """What of a DistributedDataParallel changes numbers, beside averaging over the ranks of its group."""
-    options = []
-    if ddp.mixed_precision is not None:
-        options.append("mixed_precision")
-    if hook := _unknown_hook(ddp):
-        options.append(f"the communication hook {hook}")
-    if not ddp.require_backward_grad_sync:
-        options.append("no_sync()")
-    if ddp.parameters_to_ignore or ddp._delay_all_reduce_params:
-        options.append("parameters that it leaves to others")
-    if ddp._join_config.enable:
-        options.append("Join (ranks with fewer batches)")
-    if hasattr(ddp, "buffer_hook"):
-        options.append("a buffer hook")
-    return options
-
-
-def type_that_hook_sends(ddp: Any) -> torch.dtype | None:
-    """The type that a communication hook averages gradients in, where that is not their own."""
-    return _HOOKS.get(_hook_of(ddp))
-
-
-def _hook_of(ddp: Any) -> str:
-    """The name of a DistributedDataParallel's communication hook; those built in stand in its log alone."""
-    name: str = ddp._get_ddp_logging_data().get("comm_hook") or ""
-    return name.removeprefix("BuiltinCommHookType.")
-
-
-_HOOKS = {
-    "": None, "allreduce_hook": None, "ALLREDUCE": None, "fp16_compress_hook": torch.float16,
-    "FP16_COMPRESS": torch.float16, "bf16_compress_hook": torch.bfloat16,
-}  # fmt: skip
-"""What of torch's hooks averages as DistributedDataParallel does, and in which type, if not their own."""
-
-
-def _unknown_hook(ddp: Any) -> str:
-    """The name of a hook that does something else; empty if there is none."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    name = _hook_of(ddp)
-    for hook, group in ddp._comm_hooks:
-        own = hook is getattr(default_hooks, name, None)
-        if not own or group not in (None, ddp.process_group):
-            return name
-    return "" if name in _HOOKS else name
-
-
-def taken_apart(ddp: Any) -> bool:
-    """Whether a DistributedDataParallel takes DTensors of tensor parallelism apart around each forward pass."""
-    return any(hasattr(p, "_st_info") for p in ddp.module.parameters())
-
-
 def is_collective(fn: Any) -> bool:
-    return getattr(fn, "namespace", None) in (
-        "c10d",
-        "c10d_functional",
-        "_c10d_functional",
-        "_c10d_functional_autograd",
-    )
+    """Whether an op of PyTorch's sends to other ranks, or waits for what was sent."""
+    return getattr(fn, "namespace", None) in _SENDING
+
+
+_SENDING = (
+    "c10d",
+    "c10d_functional",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+    "symm_mem",
+)

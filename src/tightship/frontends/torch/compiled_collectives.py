@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 
 from tightship.errors import Unsupported
+from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.collectives import Collective, collective
 
 __all__ = [
@@ -104,10 +105,7 @@ def decompositions() -> dict[Any, Any]:
 
 def sends_by_itself(op: Any) -> bool:
     """Whether an op is a collective of PyTorch's, which sends whenever it runs."""
-    return getattr(op, "namespace", "") in _SENDING and not is_wait(op)
-
-
-_SENDING: Final = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
+    return compat_distributed.is_collective(op) and not is_wait(op)
 
 
 def sending_ops() -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture, compat_distributed, compat_inductor
+from tightship.frontends.torch import compat, compat_capture, compat_ddp, compat_distributed, compat_inductor
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided
 from tightship.frontends.torch.capture.sparse import LoopSparse, parts_of
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -431,7 +431,7 @@ class EagerLoop(Capture):
             if compat_distributed.distributed_by(self.model):
                 enter(compat_distributed.captured_alike())
             enter(compat_capture.resizes_seen(self.tape.resized))
-            enter(compat_distributed.sending_nothing(self.model))
+            enter(compat_ddp.sending_nothing(self.model))
             if backend is not None:
                 enter(self._compiled(backend, watch))
             enter(self._stepping(twin))
@@ -448,7 +448,7 @@ class EagerLoop(Capture):
             self.tape.forget()
             del result, twin
 
-    def add_buckets(self, buckets: compat_distributed.Buckets) -> None:
+    def add_buckets(self, buckets: compat_ddp.Buckets) -> None:
         """What DistributedDataParallel sends gradients in is there all along, and holds these if they are views."""
         origin = Origin("", "buckets of DistributedDataParallel")
         for nbytes in buckets.sizes:
