@@ -10,6 +10,7 @@ import pytest
 
 from support.strategies import random_graph
 from tightship.graph import Graph
+from tightship.planners import frontier as frontiers
 from tightship.planners import run, search
 from tightship.planners.default import Options, plan
 from tightship.planners.evict.problem import EVICT, EvictionProblem
@@ -127,3 +128,30 @@ def test_the_least_memory_takes_no_longer_for_what_was_found_first(monkeypatch: 
     alone = plan(graph.with_ops(graph.ops), least, o)
     assert asked and least < asked[0] <= least * 1.02
     assert found.time < alone.time / 2
+
+
+def test_the_least_memory_begins_with_what_is_known_for_a_little_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan for a little more memory, made for the same graph before, needs no search of its own."""
+    graph, least = growth.stack(6), 42_467_392
+    o = Options(work=200_000, seconds=600.0, place=False, hand_out=False, redraw=False)
+    monkeypatch.setattr(search.Search, "looser", lambda self, budget, clock: None)
+    alone = plan(graph.with_ops(graph.ops), least, o)
+    plan(graph, least * 51 // 50, o)
+    found = plan(graph, least, o)
+    assert found.met and found.peak <= least and verify(graph, found) == []
+    assert found.time < alone.time / 2
+
+
+def test_a_frontier_begins_with_no_absurd_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the least memory takes far longer than it has to, it is planned again with what a little more allows,
+    which has a row of its own where it is far faster still."""
+    o = Options(work=2_000_000, seconds=600.0, place=False, hand_out=False, redraw=False)
+    monkeypatch.setattr(search.Search, "looser", lambda self, budget, clock: None)
+    least, more, *rest = frontiers.frontier(growth.stack(8), 4, o, peers=False).points
+    assert least.budget < more.budget <= least.budget * 1.02 and len(rest) == 2
+    assert more.time < least.time - 0.1 * least.time_before
+    monkeypatch.setattr(frontiers._Search, "_eased", lambda self, least, full: None)
+    alone, *rest = frontiers.frontier(growth.stack(8), 4, o, peers=False).points
+    assert alone.budget == least.budget and least.time < alone.time / 2 and len(rest) == 3

@@ -21,6 +21,7 @@ from tightship.analysis.order import backward_start
 from tightship.baselines import checkpoint
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.graph import Graph
+from tightship.options import Deadline
 from tightship.plan import Plan, Step
 from tightship.planners import default
 from tightship.planners.evict.problem import EVICT, STAY, Decision, EvictionProblem
@@ -45,6 +46,11 @@ _SLACK = 30
 """By what part of it the least budget grows where what was reached is not met again."""
 _FAR = 4
 """By what part of it at most where a search says what would have been enough."""
+_SLOW, _EASED = 0.1, (0.02, 0.005)
+"""So far above the least time, as a part of the step's, the least memory takes far longer than it has to; and by what
+parts of it a little more is more."""
+_ROOM = 4
+"""Of how many points one may be for a little more than the least memory."""
 _GAIN = 0.01
 """By so much of the unplanned time a plan is slower before other graphs are tried for its budget."""
 
@@ -173,10 +179,11 @@ def frontier(
     for kept in saved.values() if "recompute" in problem.means else ():
         with suppress(TightshipError):  # `others` says which, and why
             problem.archive.offer(with_saved(problem, kept))
-    searches = points + len(beside)
+    searches = points + len(beside) + len(_EASED) + 1
     each = replace(o, seconds=o.seconds / searches, work=o.work // searches)
     made = [default.plan(graph, None, each, problem=problem)]
-    search = _Search(graph, problem, each, made, say or (lambda text: None))
+    tell, until = say or (lambda text: None), Deadline(began + o.seconds)
+    search = _Search(graph, problem, each, made, tell, until, searches - 1)
     budgets = [needs(made[0])]
     interrupted = False
     try:
@@ -198,21 +205,26 @@ def frontier(
     return Frontier(graph, search.monotone(budgets), beside, bound, seconds, interrupted, tuple(notes))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Search:
-    """Plans made so far (the first keeps everything), and how to make more of them."""
+    """Plans made so far (the first keeps everything), and how to make more of them: ``more`` of them at most until
+    the deadline, which share what is left."""
 
     graph: Graph
     problem: EvictionProblem
     each: default.Options
     made: list[Plan]
     say: Said
+    deadline: Deadline
+    more: int
 
     def at(self, budget: int, why: str) -> int:
         """Plan for a budget; the least bytes that were enough, placed, should it not be met."""
         self.say(why)
+        options = replace(self.each, seconds=max(self.each.seconds, self.deadline.left / max(1, self.more)))
+        self.more -= 1
         try:
-            self.made.append(default.plan(self.graph, Budget(bytes=budget), self.each, problem=self.problem))
+            self.made.append(default.plan(self.graph, Budget(bytes=budget), options, problem=self.problem))
         except Infeasible as no:
             return max(no.best_peak, no.placed or 0)
         return budget
@@ -239,10 +251,35 @@ class _Search:
             least = reached if reached > least else least + least // _SLACK
         least = needs(self.made[-1])
         yield least
+        eased = self._eased(least, full)
+        if eased is not None and points >= _ROOM:
+            yield eased
+            points -= 1
         for j in range(points - 2):
             budget = full - (full - least) * (j + 1) // (points - 1)
             self.at(budget, f"budget {j + 2} of {points}")
             yield budget
+
+    def _eased(self, least: int, full: int) -> int | None:
+        """Where the least memory takes far longer than it has to: plan for a little more, which is mostly far faster,
+        then for the least again, which begins with what that found. The budget that is far faster still."""
+        slow = self.made[-1]
+        if not self._far(slow.time, slow.time_bound):
+            self.more -= len(_EASED) + 1
+            return None
+        budgets = [budget for part in _EASED if (budget := least + int(least * part)) < full]
+        for budget in budgets:
+            self.at(budget, "a little more than the least memory")
+        self.at(least, "the least memory again")
+        again = _best(self.made, least)
+        for budget in sorted(budgets):
+            best = _best(self.made, budget)
+            if best is not None and again is not None and self._far(again.time, best.time):
+                return budget
+        return None
+
+    def _far(self, time: float, least: float) -> bool:
+        return time - least > _SLOW * self.made[0].time_before
 
     def monotone(self, budgets: Sequence[int]) -> tuple[Plan, ...]:
         """For each budget the fastest of all plans within it."""

@@ -89,6 +89,19 @@ class Reruns:
     looser: list[Timeline] = field(default_factory=list)
     """What a little more memory allows, where that was asked for."""
 
+    def known(self) -> None:
+        """Begin with what is known for a little more memory, where nothing as good is for the budget."""
+        search, budget = self.search, self.search.bytes
+        line = self._reached(budget + int(budget * max(_LOOSER)))
+        if line is None or search.quick or not self._may() or self._reached(budget) is not None:
+            return
+        line = self._fastest(self._lowest(line), budget)
+        best = search.reached.within(budget)
+        if best is not None:
+            self._place(line, best.found.timeline)
+        elif line.peak <= budget:
+            search.offer(line, self.clock)
+
     def first(self) -> None:
         """Change what the first search found: where nothing is within the budget, or what comes of it is close to the
         goal. Else other orders are compared with what it was before, for they are changed afterwards, too."""
@@ -150,15 +163,21 @@ class Reruns:
         """Where what fits takes far longer than it has to: what a little more memory allows, made smaller. Searches
         for the least leave plans that recompute everything, and stay there."""
         search, budget = self.search, self.search.bytes
-        far = self._above(best.found.timeline) > _SLOW * search.before.time
-        if search.quick or self.looser or not far:
-            return best
-        for part in _LOOSER:
-            line = search.looser(budget + int(budget * part), self.clock)
-            self.looser += [] if line is None else [line]
-        for line in sorted(self.looser, key=lambda x: x.time)[:1]:
-            self._place(self._fastest(self._lowest(line), budget), best.found.timeline)
-        return search.reached.within(budget) or best
+        for part in _LOOSER if not (search.quick or self.looser) else ():
+            if not self._slow(best.found.timeline):
+                break
+            more = budget + int(budget * part)
+            line = self._reached(more) or search.looser(more, self.clock)
+            if line is not None:
+                self.looser.append(line)
+                self._place(self._fastest(self._lowest(line), budget), best.found.timeline)
+                best = search.reached.within(budget) or best
+        return best
+
+    def _reached(self, budget: int) -> Timeline | None:
+        """What is known to be within a budget, if that is not far longer than it has to be."""
+        known = self.search.reached.within(budget)
+        return None if known is None or self._slow(known.found.timeline) else known.found.timeline
 
     def _faster(self) -> None:
         search, budget = self.search, self.search.bytes
@@ -198,6 +217,9 @@ class Reruns:
 
     def _close(self, line: Timeline) -> bool:
         return self._above(line) <= _FAR * self.search.before.time
+
+    def _slow(self, line: Timeline) -> bool:
+        return self._above(line) > _SLOW * self.search.before.time
 
     def _above(self, line: Timeline) -> float:
         """By how many seconds steps are above the goal."""

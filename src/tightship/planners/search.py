@@ -205,10 +205,12 @@ class Search:
                 return best.found, best.layout
             if self.options.evict == _EXACT_PLANNER and (best := self._without_solver(progress, clock)):
                 return best.found, best.layout
+        reruns = Reruns(self, clock)
+        if budget is not None and self.whole:
+            reruns.known()
         made = self._searched(self.problem, progress, clock)
         if budget is not None:
             first = self.problem
-            reruns = Reruns(self, clock)
             if self.whole:
                 reruns.first()
             self._other_orders(progress, clock)
