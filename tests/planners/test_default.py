@@ -19,6 +19,7 @@ from tightship.graph import Op
 from tightship.planners import floor, planners
 from tightship.planners.default import Options, PlanOptions, plan, read_options
 from tightship.planners.evict.problem import EvictionProblem
+from tightship.planners.in_orders import InOrders
 from tightship.planners.layout import Layout, lay_out, residences
 from tightship.planners.search import Search
 from tightship.simulate import baseline, replay
@@ -228,26 +229,26 @@ def test_where_nothing_fits_an_order_gets_a_search_only_if_its_first_look_is_the
     searched: list[list[int]] = []
     inside = False
 
-    def named(self: Search, *args: Any) -> None:
+    def named(self: InOrders) -> None:
         nonlocal inside
-        inside = self.reached.within(self.budget) is None and not self.problem.brief
-        original["_named_orders"](self, *args)
+        inside = self.search.reached.within(self.search.bytes) is None and not self.search.problem.brief
+        in_named(self)
         inside = False
 
     def look(self: Search, *args: Any) -> Any:
-        found = original["_look"](self, *args)
+        found = looked(self, *args)
         looks.append(found.decision.peak)
         return found
 
     def search(self: Search, *args: Any) -> Any:
         if inside:
             searched.append(list(looks))
-        return original["_searched"](self, *args)
+        return search_once(self, *args)
 
-    fakes = {"_named_orders": named, "_look": look, "_searched": search}
-    original: dict[str, Any] = {name: getattr(Search, name) for name in fakes}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(Search, name, fake)
+    in_named, looked, search_once = InOrders._named, Search.look, Search.searched
+    monkeypatch.setattr(InOrders, "_named", named)
+    monkeypatch.setattr(Search, "look", look)
+    monkeypatch.setattr(Search, "searched", search)
     refused = orders = 0
     for seed in range(20):
         graph = random_graph(seed, 30, calls=0.0)

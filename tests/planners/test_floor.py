@@ -19,7 +19,7 @@ from tightship.analysis.order import is_legal
 from tightship.errors import Infeasible
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.options import NEVER
-from tightship.planners import default, floor, run, search
+from tightship.planners import default, floor, in_orders, run, search
 from tightship.planners.default import Options, plan
 from tightship.planners.evict.problem import EVICT, EvictionProblem
 from tightship.planners.frontier import frontier, needs
@@ -212,7 +212,7 @@ def test_where_nothing_fits_the_least_plan_is_rearranged(monkeypatch: pytest.Mon
     budget = int(lower_bound(graph))
     without_reruns(monkeypatch)
     assert plan(graph, budget, o).peak <= budget
-    monkeypatch.setattr(search.Search, "_rearranged", lambda *args: None)
+    monkeypatch.setattr(search.InOrders, "rearranged", lambda self: None)
     with pytest.raises(Infeasible):
         plan(graph.with_ops(graph.ops), budget, o)  # nothing was reached for it
 
@@ -238,7 +238,7 @@ def test_a_plan_that_others_beat_may_come_down_further_than_they(monkeypatch: py
         (g, int(lower_bound(g))) for g in (random_graph(seed, 24, updates=0.1) for seed in (25, 26, 32, 41))
     ]
     found = [abs(fresh(graph, least, o)) for graph, least in rows]
-    monkeypatch.setattr(search, "_LOWERED", 1)
+    monkeypatch.setattr(in_orders, "_LOWERED", 1)
     for (graph, least), peak in zip(rows, found, strict=True):
         alone = abs(fresh(graph, least, o))
         assert alone >= peak

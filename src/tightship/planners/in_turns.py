@@ -90,7 +90,7 @@ class Searching(Protocol):
 
     def come_down(self, clock: Clock) -> None: ...
 
-    def look(self, clock: Clock) -> run.Evicted: ...
+    def look(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> run.Evicted: ...
 
 
 @dataclass(frozen=True)
@@ -269,6 +269,6 @@ class InTurns:
         search = self._of_turn(turn, _LOOK, self.whole.bytes, timed=False)
         if not search.problem.obeyed:
             return math.inf
-        found = search.look(self.clock)
+        found = search.look(search.problem, None, self.clock)
         self.whole.interrupted |= search.interrupted
         return found.timeline.time - search.before.time if found.decision.met else math.inf

@@ -29,12 +29,12 @@ from tightship.planners.default_options import (
 from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import drop_dead_runs
 from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
+from tightship.planners.in_orders import LARGE, InOrders
 from tightship.planners.in_turns import InTurns
 from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
 from tightship.planners.reruns import Reruns
-from tightship.planners.shave import shaved
 from tightship.planners.turns import Storages
 from tightship.simulate import Timeline, replay
 from tightship.verify import check
@@ -52,17 +52,6 @@ _FIRST, _FIRST_OF_MANY, _PLACES = 0.8, 0.5, 0.4
 and places for what it found, may take."""
 
 
-_LARGE = 5_000
-"""Ops of graphs that are large in that sense."""
-
-
-_DEMAND, _DEEP = "demand", 20_000
-"""The order in which recomputation takes least, and ops of graphs for which it is worked out."""
-
-
-_ORDERS = ("sink", "given", "lpmf")
-
-
 _FAR = 0.01
 """Other orders are tried where the fastest plan is above the least time by more than this part of it."""
 
@@ -71,17 +60,12 @@ _FAR_OFF = 0.03
 """By which part of the least time what fits is above it where dearer searches are worth it."""
 
 
-_AGAIN, _LOWERED = 4, 10
-"""How often the runs of what was found are put into another order; of how many of the least plans they are."""
-
-
 _CLOSE_BY = 1.05
 """How many times the budget what was found may need for another search, for less."""
 
 
-_LOOK, _NEARLY = 2_000_000, 1.002
-"""Ops simulated for a first look at something else, the same where nothing fits, and over what time is needed already
-it is left at that."""
+_LOOK = 2_000_000
+"""Ops simulated for a first look at something else, the same where nothing fits."""
 
 
 _EXACT_PLANNER = "exact"
@@ -141,8 +125,6 @@ class Search:
     """The least peak of the first looks at orders, while nothing fits."""
     in_orders: bool = True
     """Whether other orders may need less with brief recomputation."""
-    lowered: bool = field(init=False, default=False)
-    """Whether one did."""
     bound: int = field(init=False)
     time_bound: float = field(init=False)
     placement: floor.Placement = field(init=False)
@@ -208,12 +190,12 @@ class Search:
         reruns = Reruns(self, clock)
         if budget is not None and self.whole:
             reruns.known()
-        made = self._searched(self.problem, progress, clock)
+        made = self.searched(self.problem, progress, clock)
         if budget is not None:
             first = self.problem
             if self.whole:
                 reruns.first()
-            self._other_orders(progress, clock)
+            self._elsewhere(progress, clock)
             self._aim_lower(first, progress, clock)
             if self.whole:
                 reruns.last()
@@ -266,62 +248,16 @@ class Search:
                 return replace(found, steps=steps, timeline=other), made
         return found, layout
 
-    def _other_orders(self, progress: Progress | None, clock: Clock) -> None:
-        """Search in other orders while nothing fits, or only what is far above the least time: the order of the least
-        peak without evictions may be a bad one to evict in."""
-        assert self.budget is not None
-        if self.options.order != Options().order or self.bound > self.budget:
+    def _elsewhere(self, progress: Progress | None, clock: Clock) -> None:
+        """Search in other orders, and with results in two turns, where nothing fits or only what is far above the
+        least time."""
+        if self.options.order != Options().order or self.bound > self.bytes:
             return
-        tried = [self.problem.order]
-        self._lower_look(self.problem, progress, clock)
-        self._deeper(tried, progress, clock)
-        if self.reached.within(self.budget) is None:
-            self._own_orders(tried, progress, clock)
-        self._named_orders(tried, progress, clock)
-        self._own_orders(tried, progress, clock)
-        if self.reached.within(self.budget) is None and self.problem.deep and not self.ends(clock):
-            self.problem = self.problem.briefer
-            self._lower_look(self.problem, progress, clock)
-            self._search_in(self.problem, progress, clock)
-            tried = [self.problem.order]
-            if self.reached.within(self.budget) is None:
-                self._own_orders(tried, progress, clock)
-            if self.reached.within(self.budget) is None:
-                self._named_orders(tried, progress, clock)
-        in_turns = InTurns(self, clock, partial(Search, whole=False))
+        orders, in_turns = InOrders(self, progress, clock), InTurns(self, clock, partial(Search, whole=False))
+        orders.other()
         in_turns.lower()
-        self._rearranged(progress, clock)
+        orders.rearranged()
         in_turns.faster()
-
-    def _named_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
-        for name in _ORDERS:
-            if self._near() or self.ends(clock):
-                return
-            given = tuple(range(len(self.graph.ops)))
-            order = given if name == "given" else run.order(name, self.graph, clock.search)
-            if order not in tried:
-                tried.append(order)
-                if not self._named_order(self.problem.in_order(order), progress, clock):
-                    return
-
-    def _named_order(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> bool:
-        """Search in an order, while nothing fits only where a first look promises fewer bytes; whether to go on with
-        the next one. Looks say little of brief recomputation: there it is as long as orders lower the peak, and for a
-        turn where one did for the whole."""
-        if self.reached.within(self.bytes) is not None:
-            self._search_in(problem, progress, clock)
-            return True
-        if not problem.brief:
-            if self.whole and self._lower_look(problem, progress, clock):
-                self._search_in(problem, progress, clock)
-            return self.whole
-        if not self.in_orders:
-            return False
-        least = self.reached.plans[0].found.timeline.peak
-        self._search_in(problem, progress, clock)
-        self.lowered |= self.reached.plans[0].found.timeline.peak < least
-        self.in_orders = self.lowered
-        return self.reached.plans[0].found.timeline.peak < least
 
     def ends(self, clock: Clock) -> bool:
         return self.interrupted or clock.search.over
@@ -337,53 +273,16 @@ class Search:
         """What hints forbid to make again."""
         return frozenset(s for s, hint in self.problem.only.items() if "recompute" not in hint)
 
-    def _rearranged(self, progress: Progress | None, clock: Clock) -> None:
-        """Where nothing fits, or only what is far above the least time, lower the plans that need a little more than
-        there is, and search in the order of the one that comes of it, as long as that gains something."""
-        done = set[tuple[int, float]]()
-        for _ in range(_AGAIN):
-            best, least = self.reached.within(self.bytes), self.reached.plans[0]
-            if len(self.graph.ops) > _LARGE or not self.far_off(best):
-                return
-            for key, made in self._to_lower():
-                if self.ends(clock):
-                    return
-                if key not in done:
-                    done.add(key)
-                    self._lowered(made.found, clock)
-            now = self.reached.within(self.bytes)
-            start = now or self.reached.plans[0]
-            if start is (best or least):
-                return
-            self._search_from(start.found, progress, clock)
-
-    def _to_lower(self) -> list[tuple[tuple[int, float], floor.Placed]]:
-        """Plans that need more than there is, by what they need and take, the least first: a worse one may come down
-        further."""
-        rows = {(x.needs, x.found.timeline.time): x for x in (*self.seen, *self.reached.plans)}
-        return [(key, rows[key]) for key in sorted(rows) if key[0] > self.bytes][:_LOWERED]
-
     def far_off(self, best: floor.Placed | None) -> bool:
         """Whether nothing fits, or what does is so far above the least time that dearer searches are worth it."""
         return best is None or best.found.timeline.time > self.time_bound + _FAR_OFF * self.before.time
 
-    def _search_from(self, found: run.Evicted, progress: Progress | None, clock: Clock) -> None:
+    def search_from(self, found: run.Evicted, progress: Progress | None, clock: Clock) -> None:
         """Search in the order of a plan, from what it does."""
         part = clock.search.part(PREPARED)
         problem = floor.reordered(self.problem, self.graph, found.steps, part, at_least=True)
         if problem is not None and problem.obeyed and not self.ends(clock):
-            self._searched(problem, progress, clock)
-
-    def _lowered(self, found: run.Evicted, clock: Clock) -> None:
-        """Put the runs of a plan, recomputations too, into an order that takes less, and recompute more of what lies
-        idle at its peaks."""
-        deadline = clock.search.part(PREPARED)
-        steps = floor.rearranged(self.graph, found.steps, deadline)
-        line = found.timeline if steps is None else replay(self.graph, steps)
-        if "recompute" in self.problem.means:
-            line = shaved(self.graph, line, deadline, self.once)
-        if line is not found.timeline:
-            self.offer(line, clock)
+            self.searched(problem, progress, clock)
 
     def offer(self, line: Timeline, clock: Clock, *, hard: bool = True) -> floor.Placed:
         """Keep such steps of the graph, if nothing beats them; ``hard``: with more effort for their places where the
@@ -400,19 +299,6 @@ class Search:
         made = self.placement.lay(found, clock.deadline.part(_PLACES), self.budget if hard else None)
         self.reached.offer(made)
         return made
-
-    def _deeper(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
-        """Search with recomputation that takes less memory, from here on where that is of use."""
-        assert self.budget is not None
-        if self._near() or self.ends(clock) or len(self.graph.ops) > _DEEP:
-            return
-        best, order = self.reached.within(self.budget), run.order(_DEMAND, self.graph, clock.search)
-        tried.append(order)
-        problem = self.problem.deeper(order)
-        self._lower_look(problem, progress, clock)
-        self._search_in(problem, progress, clock)
-        if best is None or self.reached.within(self.budget) is not best:
-            self.problem = problem
 
     def _aim_lower(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> None:
         """Where what was found needs a little more than there is, search for the bound, as if nothing else had been:
@@ -440,7 +326,7 @@ class Search:
         for made in other.reached.plans:
             self.reached.offer(made)
         if (found := self.reached.within(budget)) is not None:
-            self._search_from(found.found, progress, clock)
+            self.search_from(found.found, progress, clock)
 
     def looser(self, budget: int, clock: Clock) -> Timeline | None:
         """What a search for more bytes finds, in a part of the time, that knows nothing of this one."""
@@ -456,55 +342,17 @@ class Search:
     def come_down(self, clock: Clock) -> None:
         """A search for few bytes that leaves out what takes long."""
         with suppress(KeyboardInterrupt):
-            self._searched(self.problem, None, clock)
-            tried = [self.problem.order]
-            self._deeper(tried, None, clock)
-            self._own_orders(tried, None, clock)
+            self.searched(self.problem, None, clock)
+            InOrders(self, None, clock).come_down()
 
-    def look(self, clock: Clock) -> run.Evicted:
-        """What a first look at its order finds."""
-        return self._look(self.problem, None, clock)
-
-    def _near(self) -> bool:
+    def near_enough(self) -> bool:
         """Whether there is a plan, and above the least time by no more than ``_FAR`` as a part of it, or than is good
         enough."""
         assert self.budget is not None
         best = self.reached.within(self.budget)
         return best is not None and best.found.timeline.time <= self.time_bound * (1 + max(_FAR, self.near))
 
-    def _own_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: Clock) -> None:
-        """Search in the order in which what was found so far needs least, again as long as nothing fits."""
-        assert self.budget is not None
-        for turn in range(_AGAIN):
-            best = self.reached.within(self.budget)
-            start = best.found if best is not None else self.best
-            if self._near() or self.ends(clock) or start is None or (turn and best):
-                return
-            problem = floor.reordered(self.problem, self.graph, start.steps, clock.search.part(PREPARED))
-            if problem is None or problem.order in tried:
-                return
-            tried.append(problem.order)
-            self._search_in(problem, progress, clock)
-
-    def _search_in(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> None:
-        """Search in another order, where a first look says that it is as good or nothing fits yet."""
-        assert self.budget is not None
-        best = self.reached.within(self.budget)
-        if not problem.obeyed:
-            return
-        if best is None or self._as_good(self._look(problem, progress, clock), best):
-            self._searched(problem, progress, clock)
-
-    def _lower_look(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> bool:
-        """Whether something fits, or a first look at an order is content with fewer bytes than all those before."""
-        assert self.budget is not None
-        if self.reached.within(self.budget) is not None or self.ends(clock) or not problem.obeyed:
-            return True
-        peak, least = self._look(problem, progress, clock).decision.peak, self.least_look
-        self.least_look = min(peak, least or peak)
-        return not self.interrupted and (least is None or peak < least)
-
-    def _look(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> run.Evicted:
+    def look(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> run.Evicted:
         """What is found in a short while, without dear seeds."""
         assert self.budget is not None
         work = min(_LOOK, self.options.work)
@@ -513,12 +361,7 @@ class Search:
         problem.archive.stopped = False
         return found
 
-    def _as_good(self, found: run.Evicted, best: floor.Placed | None) -> bool:
-        """Whether what was found in a short while promises as much as there is already, if anything fits yet."""
-        near = best is None or found.timeline.time <= best.found.timeline.time * _NEARLY
-        return found.decision.met and near and not self.interrupted
-
-    def _searched(
+    def searched(
         self, problem: EvictionProblem, progress: Progress | None, clock: Clock
     ) -> floor.Placed | None:
         """Evictions and a layout; searched again under a lower budget while the layout is above it."""
@@ -542,7 +385,7 @@ class Search:
     def _first_part(self) -> float:
         if not self.options.place:
             return 1.0
-        return _FIRST_OF_MANY if len(self.graph.ops) > _LARGE else _FIRST
+        return _FIRST_OF_MANY if len(self.graph.ops) > LARGE else _FIRST
 
     def _tightened(
         self, problem: EvictionProblem, made: floor.Placed, progress: Progress | None, clock: Clock
@@ -554,7 +397,7 @@ class Search:
         budget, below, above = self.budget, 0, self.budget
         line, decided = made.found.timeline, made.found.decision.peak
         margin = made.needs - (decided if decided < budget < line.peak else budget)
-        if len(self.graph.ops) > _LARGE:  # each turn takes long
+        if len(self.graph.ops) > LARGE:  # each turn takes long
             margin += margin // 2
         for k in range(_TIGHTEN):
             if self.interrupted or clock.search.over or not 0 < margin < budget - self.bound:
