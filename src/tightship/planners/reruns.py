@@ -50,6 +50,8 @@ _SLOW = 0.1
 """So far above the goal, likewise, is far longer than it has to be."""
 _LOOSER = (0.02, 0.005)
 """By which parts of the budget a plan may need more from which one within it is looked for there."""
+_SEEDS = 2
+"""How many other seeds are tried where the fastest plan is not close to the goal."""
 _HOLES = 3
 """How often fewer bytes are aimed at as the places of everything take more."""
 
@@ -74,6 +76,8 @@ class Searching(Protocol):
     def ends(self, clock: Clock) -> bool: ...
 
     def looser(self, budget: int, clock: Clock) -> Timeline | None: ...
+
+    def afresh(self, again: int, clock: Clock) -> Timeline: ...
 
     def offer(self, line: Timeline, clock: Clock, *, hard: bool = True) -> floor.Placed: ...
 
@@ -184,7 +188,19 @@ class Reruns:
         best = search.reached.within(budget)
         assert best is not None
         line = self._fastest(min(self._begun(best.found.timeline), key=lambda x: x.time), budget)
-        self._place(line, best.found.timeline)
+        self._place(self._afresh(line), best.found.timeline)
+
+    def _afresh(self, best: Timeline) -> Timeline:
+        """Where the fastest steps are not close to the goal, what comes of those that other seeds find: annealing
+        that ended far from it would end there again."""
+        search, budget = self.search, self.search.bytes
+        for again in range(1, 1 + _SEEDS):
+            if search.quick or self._above(best) <= _FAR * search.before.time / 2 or search.ends(self.clock):
+                break
+            line = self._fastest(search.afresh(again, self.clock), budget)
+            if line.peak <= budget and line.time < best.time:
+                best = line
+        return best
 
     def _place(self, line: Timeline, best: Timeline) -> None:
         """Offsets for steps that are faster than the best with a place for everything, or, where they leave too large

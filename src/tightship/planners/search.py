@@ -339,6 +339,14 @@ class Search:
         self.interrupted |= other.interrupted
         return line
 
+    def afresh(self, again: int, clock: Clock) -> Timeline:
+        """What another seed finds from nothing in the order of the last search, in a part of its work."""
+        problem = self.problem.in_order(self.problem.order)
+        work = self.options.work // _LESS
+        found = self._evict(problem, self.bytes, clock.search, work, None, again=again)
+        self.interrupted |= problem.archive.stopped
+        return found.timeline
+
     def come_down(self, clock: Clock) -> None:
         """A search for few bytes that leaves out what takes long."""
         with suppress(KeyboardInterrupt):
@@ -441,12 +449,12 @@ class Search:
 
     def _evict(
         self, problem: EvictionProblem, budget: int, deadline: Deadline, work: int, progress: Progress | None,
-        *, dear: bool = True,
+        *, dear: bool = True, again: int = 0,
     ) -> run.Evicted:  # fmt: skip
         o, info = self.options, planner(self.options.evict, "evict")
         least = self.time_bound if self.time_bound < math.inf else 0.0
         known = {
-            "seconds": deadline.left, "work": work, "seed": o.seed, "gap": o.gap,
+            "seconds": deadline.left, "work": work, "seed": o.seed + again, "gap": o.gap,
             "goal": least * (1 + max(o.gap, self.near)) - self.before.time, "dear": dear,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
