@@ -29,7 +29,7 @@ from tightship.execute.aiming import source_of
 from tightship.execute.cache import KeptPartitions, Unplanned, folder_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.kept_code import Choice, KeptCode
-from tightship.frontends.torch import compat, compat_compile, compat_inductor
+from tightship.frontends.torch import compat, compat_compile, compat_dynamo, compat_inductor
 from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, Outdated, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
@@ -241,7 +241,7 @@ class _Compilation:
     kept: str = "code"  # of earlier runs: compiled code, with what was chosen for it; choices alone; nothing
 
     def __post_init__(self) -> None:
-        _, self.name = compat_compile.frame()
+        _, self.name = compat_dynamo.frame()
         self.device = _device(self.gm)
         self.align = alignment_of(self.device)
         self.measured = Measured(allocator.kind_of(self.device))
