@@ -28,8 +28,9 @@ import torch
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute import allocator
+from tightship.execute.graph_ranks import Turn, begin
 from tightship.execute.interpreter import Fallback
-from tightship.frontends.torch import compat, compat_compile, compat_ddp, compat_dynamo
+from tightship.frontends.torch import compat, compat_compile, compat_ddp, compat_dynamo, compat_sending
 from tightship.integrations.accounting import Ledger, StepBytes, StepMemory, measure_optimizers
 from tightship.integrations.torch_compile_graph import CASTS, Compilation
 from tightship.integrations.torch_inductor import CompiledGraph
@@ -77,9 +78,28 @@ def backend(
 
     Errors reach the caller when the compiled model is called: ``Infeasible`` when no plan meets the budget,
     with the least peak reached and what makes it up; ``BadInput`` for bad options; ``Unsupported``, where
-    ``eager_fallback`` is off, for what cannot be planned (otherwise `Fallback` is warned).
+    ``eager_fallback`` is off, for what cannot be planned (otherwise `Fallback` is warned); ``PeerFailed`` where
+    another rank, which runs the graph together with this one, cannot run it (`graph_ranks`).
     """
     compat.require_torch()
+    turn = begin(compat_dynamo.compiled_code(gm), compat_sending.ranks_around(gm))
+    if turn is None:
+        return _compiled(gm, example_inputs, options, more)
+    try:
+        compiled = _compiled(gm, example_inputs, options, more, turn)
+    except BaseException:
+        turn.withdraw()
+        raise
+    own: Exception | None = getattr(compiled, "error", None)
+    error = turn.agreed(own)
+    return compiled if error is None or error is own else _raise_when_called(error, compiled, own)
+
+
+def _compiled(
+    gm: Any, inputs: Sequence[Any], options: Mapping[str, Any] | None, more: Mapping[str, Any],
+    turn: Turn | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """What is called in the graph's place: its plan, or what raises (`_raise_when_called`)."""
     try:
         if more:
             rule = f"unknown keywords {', '.join(more)}: the backend takes options= and nothing else"
@@ -87,7 +107,24 @@ def backend(
         session = _session(options if options is not None else {})
     except TightshipError as error:
         return _raise_when_called(error)
-    return session.compile(gm, example_inputs)
+    before = len(session.graphs)
+    compiled = session.compile(gm, inputs)
+    if turn is not None:
+        for graph in session.graphs[before:]:
+            graph.turn, turn.sends = turn, graph.sends
+        if len(session.graphs) == before and not hasattr(compiled, "error"):
+            return _counted(compiled, turn)
+    return compiled
+
+
+def _counted(unplanned: Callable[..., Any], turn: Turn) -> Callable[..., Any]:
+    """What runs in eager, whose calls count as those of its plans on other ranks do."""
+
+    def run(*args: Any) -> Any:
+        turn.count()
+        return unplanned(*args)
+
+    return run
 
 
 def compiled_plans(compiled: Any) -> tuple[PlannedGraph | CompiledGraph, ...]:
@@ -308,15 +345,18 @@ class Session(NotCopied):
         return eager
 
 
-def _raise_when_called(error: Exception, session: Session | None = None) -> Callable[..., Any]:
+def _raise_when_called(
+    error: Exception, kept: object = None, cause: Exception | None = None
+) -> Callable[..., Any]:
     """Raises ``error`` itself when the compiled model is called; from within a backend Dynamo would wrap
-    it. The session lives on, and with it what a percentage came to."""
+    it. What is ``kept`` lives on: the session, and with it what a percentage came to."""
 
     shown = copy.copy(error)  # without the frames that raised it, and all they hold
 
-    def failed(*_args: Any, _session: Session | None = session) -> Any:
-        raise shown.with_traceback(None) from None
+    def failed(*_args: Any, _kept: object = kept) -> Any:
+        raise shown.with_traceback(None) from cause
 
+    failed.error = error  # type: ignore[attr-defined]
     return failed
 
 

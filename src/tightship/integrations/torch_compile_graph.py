@@ -11,7 +11,13 @@ from typing import Any, Protocol
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.heap import faster_on_heap, plan_on_heap
 from tightship.execute.profile import profile
-from tightship.frontends.torch import compat, compat_compile, compat_dynamo
+from tightship.frontends.torch import (
+    compat,
+    compat_compile,
+    compat_distributed,
+    compat_dynamo,
+    compat_sending,
+)
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
@@ -123,7 +129,7 @@ class Compilation:
                 self.session.say(f"{name} {CASTS}")
         joint = lower_joint(gm, outputs, primals, name=f"graph {self.name}")
         planned, nodes = self._plan_graph(joint)
-        self.planned = planned
+        self.planned, planned.sends = planned, compat_sending.sent_by(gm)
         return compat_compile.split(gm, nodes, outputs)
 
     def forward(self, _gm: Any, _inputs: Any) -> Any:
@@ -133,27 +139,32 @@ class Compilation:
     def backward(self, _gm: Any, _inputs: Any) -> Any:
         assert self.planned is not None
         compat_compile.never_donates()
-        run, ledger, frame, entry = self.planned.backward, self.session.ledger, self.frame, self.entry
+        planned, run = self.planned, self.planned.backward
+        ledger, frame, entry = self.session.ledger, self.frame, self.entry
         assert entry is not None
 
         def backward(args: list[Any]) -> list[Any]:
-            ledger.settle()
-            ledger.begin(frame, entry, backward=True)
-            return run(args)
+            with planned.running(backward=True):
+                ledger.settle()
+                ledger.begin(frame, entry, backward=True)
+                return run(args)
 
         return self._function(backward)
 
     def inference(self, gm: Any, _inputs: Any) -> Any:
         joint = lower_joint(gm, None, self._primals(gm, ()), name=f"graph {self.name}")
-        return self._forward(self._plan_graph(joint)[0])
+        planned, _ = self._plan_graph(joint)
+        planned.sends = compat_sending.sent_by(gm)
+        return self._forward(planned)
 
     def _forward(self, planned: PlannedGraph) -> Callable[[list[Any]], Any]:
         assert self.entry is not None
         ledger, frame, entry = self.session.ledger, self.frame, self.entry
 
         def forward(args: list[Any]) -> list[Any]:
-            ledger.begin(frame, entry)
-            return planned.forward(args)
+            with planned.running():
+                ledger.begin(frame, entry)
+                return planned.forward(args)
 
         return self._function(forward)
 
@@ -186,7 +197,7 @@ class Compilation:
         storages: dict[int, int] = {}
         counted = 0
         for n in self.placeholders:
-            real = compat_dynamo.example_of(n)
+            real = compat_distributed.own_part(compat_dynamo.example_of(n))
             if real is None:
                 continue
             key, size = compat.storage_key(real), aligned(real.numel() * real.element_size())

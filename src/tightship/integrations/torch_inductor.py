@@ -29,7 +29,7 @@ from tightship.execute.aiming import source_of
 from tightship.execute.cache import KeptPartitions, Unplanned, folder_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.kept_code import Choice, KeptCode
-from tightship.frontends.torch import compat, compat_compile, compat_dynamo, compat_inductor
+from tightship.frontends.torch import compat, compat_compile, compat_dynamo, compat_inductor, compat_sending
 from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, Outdated, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
@@ -290,6 +290,7 @@ class _Compilation:
     def partition(
         self, joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], lower: LowerPair
     ) -> Pair:
+        self.graph.sends = compat_sending.sent_by(joint)
         if self.shares.ledger.budget is None:  # it is taken as it is, and replayed as it is compiled
             pair = compat_inductor.stock_pair(joint, inputs, outputs, static, 1.0)
             chosen = self._chosen(pair, Unplanned(0, (), 0, (), 0), None, source=_STOCK)
@@ -338,7 +339,8 @@ class _Compilation:
         graph, backward = self.graph, kind == "backward"
 
         def run(args: list[Any]) -> Any:
-            return graph.backward(args) if backward else graph.forward(args)
+            with graph.running(backward=backward):
+                return graph.backward(args) if backward else graph.forward(args)
 
         return compat_compile.boxed(run)
 

@@ -40,6 +40,15 @@ def frame() -> tuple[int, str]:
     return (-1 if number is None else int(number)), str(found)
 
 
+def compiled_code(gm: GraphModule) -> str:
+    """Which code of the caller's a graph is of, in words: the function, and the line where the graph ends."""
+    stack = getattr(getattr(gm, "compile_subgraph_reason", None), "user_stack", None)
+    if not stack:
+        return f"graph {frame()[1]}"
+    file = stack[0].filename.rpartition("/")[2]
+    return f"{stack[0].name} ({file}:{stack[0].lineno})"
+
+
 def last_time() -> int | None:
     """How often Dynamo has compiled this Python frame now, if it will not do so again; else None.
 
