@@ -179,6 +179,17 @@ def in_the_middle_compiled() -> Any:
     return _in_the_middle("compiled")
 
 
+def alone() -> Any:
+    """Rank 1 alone compiles again, and fails, while rank 0 waits inside of the graph that it has."""
+    call, m = compiled("tensor parallel", "exact", strict=True)
+    o = adamw(m)
+    stepped(call, o, words(8))
+    if dist.get_rank():
+        torch._dynamo.reset_code(type(m).forward.__code__)
+        torch_compile_graph.Compilation.run = _raises  # type: ignore[method-assign]
+    return caught(lambda: stepped(call, o, words(8)))
+
+
 def own_parts() -> Any:
     """A budget of exactly what a rank's own parts need, and what it makes of them."""
     rows: dict[str, Any] = {}

@@ -65,6 +65,14 @@ def test_a_rank_that_fails_inside_of_a_graph_ends_those_that_wait_in_its_collect
     assert seconds_to_error(first, second) < 5
 
 
+def test_a_rank_that_fails_to_compile_again_by_itself_ends_those_that_wait_inside_of_the_graph() -> None:
+    first, second = ran("alone")["alone"]
+    assert first["type"] == "PeerFailed"
+    assert "rank 1: RuntimeError: injected" in first["text"]
+    assert (second["type"], second["text"]) == ("RuntimeError", "injected")
+    assert seconds_to_error(first, second) < 5
+
+
 def test_a_budget_is_of_a_ranks_own_parts() -> None:
     """Not of the tensors that they are parts of."""
     for row in ran("own_parts")["own_parts"]:

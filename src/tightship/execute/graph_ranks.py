@@ -12,6 +12,7 @@ which the notes of ranks that have failed in that graph are read.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import logging
@@ -53,9 +54,18 @@ class _Process:
 
     of: Any = None
     board: Board | None = None
+    groups: int = 0  # how many there have been, which may have had the same store
 
 
 _process = _Process()
+
+
+@atexit.register
+def _let_go() -> None:
+    """The thread ends while there is an interpreter."""
+    if _process.board is not None:
+        _process.board.end()
+    _process.of = _process.board = None
 
 
 def begin(code: str, among: Sequence[int]) -> Turn | None:
@@ -67,7 +77,8 @@ def begin(code: str, among: Sequence[int]) -> Turn | None:
     if _process.of is not world:
         if _process.board is not None:
             _process.board.end()
-        _process.of, _process.board = world, Board()
+        _process.groups += 1
+        _process.of, _process.board = world, Board(_process.groups)
     board = _process.board
     assert board is not None
     return Turn(board, code, among)
@@ -77,12 +88,13 @@ class Board:
     """What ranks tell one another, in the store of the default process group. A thread of each answers those that
     ask how often it has run which code."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         self.rank = dist.get_rank()
         started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # with the store of the ranks before
-        self.key = f"tightship/graphs/{started}"
+        self.key = f"tightship/graphs/{started}/{number}"
         self.store = compat_distributed.process_groups_store()
         self.runs: Counter[str] = Counter()
+        self.heard = b""  # what a rank has said that has failed by itself
         self._looks_in = compat_distributed.other_connection(self.store)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="tightship-graphs", daemon=True)
@@ -90,10 +102,11 @@ class Board:
 
     def end(self) -> None:
         self._ended.set()
+        self._thread.join(2)
 
     def _answer(self) -> None:
         """Ends with the store or the process group, or when told."""
-        count, noted = 0, b""
+        count = 0
         with suppress(RuntimeError):
             while not self._ended.wait(_POLL) and compat_distributed.world_size() > 1:
                 if self._looks_in.check([f"{self.key}/asked"]):
@@ -101,8 +114,8 @@ class Board:
                     self._looks_in.set(f"{self.key}/at/{self.rank}", json.dumps([count, dict(self.runs)]))
                 if self._looks_in.check([f"{self.key}/alone"]):
                     note = self._looks_in.get(f"{self.key}/alone")
-                    if note != noted:
-                        noted = note
+                    if note != self.heard:
+                        self.heard = note
                         self._say(*json.loads(note))
 
     def _say(self, rank: int, place: str, text: str) -> None:
@@ -112,8 +125,12 @@ class Board:
                 "process group: %s", rank, place, text,
             )  # fmt: skip
 
-    def ask(self) -> None:
-        self.store.set(f"{self.key}/asked", b"1")
+    def ask(self, still: bool = True) -> None:
+        """Has others say how far they are; or no more, unless somebody else asks again."""
+        if still:
+            self.store.set(f"{self.key}/asked", b"1")
+        else:
+            self.store.delete_key(f"{self.key}/asked")
 
     def runs_of(self, rank: int, code: str) -> tuple[int, int] | None:
         """The number of a rank's last answer, and how often it says it has run the code."""
@@ -124,8 +141,17 @@ class Board:
         return number, runs.get(code, 0)
 
     def alone(self, place: str, text: str) -> None:
-        """Says for the log of others that this rank fails where they may wait for it."""
+        """Says to others that this rank fails where they may wait for it."""
         self.store.set(f"{self.key}/alone", json.dumps([self.rank, place, text]))
+
+    def failed_alone(self, heard: bytes) -> tuple[int, str, str] | None:
+        """Which other rank has failed by itself, in what, and its error, if that is not what was ``heard``."""
+        key = f"{self.key}/alone"
+        note = self.store.get(key) if self.store.check([key]) else heard
+        if note == heard:
+            return None
+        rank, place, text = json.loads(note)
+        return None if rank == self.rank else (rank, place, text)
 
 
 class Turn:
@@ -196,17 +222,22 @@ class Turn:
         patience = max(start - self._began, _LEAST)
         missing, pause, last = [*self._others], 0.02, dict[int, tuple[int, float]]()
         come: list[int] = []
+        asks = False
         while missing:
             if store.check([f"{self._key}/said/{r}" for r in missing]):
-                return sorted([*come, *missing])
+                come, missing = [*come, *missing], []
+                break
             waited = monotonic() - start
             if waited > _PATIENCE:
+                asks = True
                 self._board.ask()
                 now = [r for r in missing if store.check([f"{self._key}/said/{r}"])]
                 come += now
                 missing = [r for r in missing if r not in now and self._will_come(r, waited > patience, last)]
             sleep(pause)
             pause = min(pause * 1.5, 0.1 if len(self._others) < 16 else 0.5)
+        if asks:
+            self._board.ask(still=False)
         return sorted(come)
 
     def _will_come(self, rank: int, late: bool, last: dict[int, tuple[int, float]]) -> bool:
@@ -263,8 +294,8 @@ class Turn:
             raise
 
     def _waiting(self, key: str, place: str) -> Callable[[Any], None]:
-        """Waits for a collective of this pass. Raises ``PeerFailed`` where a rank has failed in it."""
-        store = self._board.store
+        """Waits for a collective of this pass. Raises ``PeerFailed`` where a rank has failed in it, or before it."""
+        board, store, heard = self._board, self._board.store, self._board.heard
 
         def wait(work: Any) -> None:
             ended = False
@@ -278,6 +309,8 @@ class Turn:
                     if store.check([key]):
                         rank, text = json.loads(store.get(key))
                         raise PeerFailed({rank: text}, place) from lost
+                    if (alone := board.failed_alone(heard)) is not None and alone[0] in self._others:
+                        raise PeerFailed({alone[0]: alone[2]}, alone[1]) from lost
             work.wait()
 
         return wait if dist.get_backend() == "gloo" else lambda work: work.wait()
