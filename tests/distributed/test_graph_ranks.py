@@ -59,6 +59,8 @@ def test_ranks_that_compile_apart_do_not_wait_for_one_another(mode: str) -> None
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_that_fails_inside_of_a_graph_ends_those_that_wait_in_its_collectives(mode: str) -> None:
     first, second = ran(f"in_the_middle_{mode}")[f"in_the_middle_{mode}"]
+    for row in (first, second):
+        assert all(measured == planned for measured, planned in row["bytes"])  # nothing stays while one waits
     assert first["type"] == "PeerFailed"
     assert "rank 1" in first["text"]
     assert second["type"] != ""

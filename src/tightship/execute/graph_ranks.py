@@ -299,18 +299,18 @@ class Turn:
 
         def wait(work: Any) -> None:
             ended = False
-            while not ended:
+            while not ended:  # an error is not kept: it has the frames that hold what is being sent
                 try:
                     work.wait(_TURN)
                     return
-                except RuntimeError as error:
-                    ended, lost = bool(work.is_completed()), error
+                except RuntimeError:
+                    ended = bool(work.is_completed())
                 with suppress(RuntimeError):
                     if store.check([key]):
                         rank, text = json.loads(store.get(key))
-                        raise PeerFailed({rank: text}, place) from lost
+                        raise PeerFailed({rank: text}, place)
                     if (alone := board.failed_alone(heard)) is not None and alone[0] in self._others:
-                        raise PeerFailed({alone[0]: alone[2]}, alone[1]) from lost
+                        raise PeerFailed({alone[0]: alone[2]}, alone[1])
             work.wait()
 
         return wait if dist.get_backend() == "gloo" else lambda work: work.wait()
