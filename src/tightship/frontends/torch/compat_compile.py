@@ -99,7 +99,8 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def never_donates() -> None:
-    """Called while a backward pass is compiled: its saved tensors may be used again (``retain_graph``)."""
+    """Called while a backward pass is compiled: its saved tensors may be used again (``retain_graph``), or those are
+    written over that PyTorch would let it write over, by copies of them alone."""
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
