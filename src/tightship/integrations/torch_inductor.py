@@ -138,9 +138,7 @@ class CompiledGraph(GraphRuns):
         """The backward pass, from what was saved and the tangents."""
         assert self._step is not None
         again = compat_compile.graph_is_kept()
-        if (
-            again
-        ):  # what was saved stays where it lies: nothing is placed over it, and kernels write over copies
+        if again:  # nothing is placed over what was saved, and kernels write over copies
             check_again(self.name, self.plan.budget, self.plan.passes[1].peak + self._step.saved)
             for k, kept in enumerate(self._kept):
                 args[k] = args[k].clone() if kept else args[k]
