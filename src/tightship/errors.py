@@ -155,7 +155,8 @@ class Infeasible(TightshipError):
     such a plan. ``top`` are the values that make up the best peak, largest first, each as (name, bytes, "module path
     · source line"), ``at`` is the op that runs then, ``advice`` what else may help. ``enough`` are budgets that plans
     were found for: the least with the options that were given, if there is one, and lesser ones with others.
-    ``compiled``: the program is a compiler's, and ``lower_bound`` what it is given and gives back.
+    ``compiled``: the program is a compiler's, and ``lower_bound`` what it is given and gives back; ``modeled``: what
+    it takes at least by a model of the compiled code, where that is above the budget.
     """
 
     exit_status: ClassVar[int] = 1
@@ -172,8 +173,10 @@ class Infeasible(TightshipError):
         advice: Sequence[str] = (),
         enough: Sequence[Enough] = (),
         compiled: bool = False,
+        modeled: int | None = None,
     ) -> None:
         self.compiled = compiled
+        self.modeled = modeled
         self.budget = budget
         self.lower_bound = lower_bound
         self.best_peak = best_peak
@@ -201,6 +204,7 @@ class Infeasible(TightshipError):
             lower_bound=self.lower_bound + nbytes,
             best_peak=self.best_peak + nbytes,
             placed=None if self.placed is None else self.placed + nbytes,
+            modeled=None if self.modeled is None else self.modeled + nbytes,
             enough=tuple(replace(e, nbytes=e.nbytes + nbytes) for e in self.enough),
         )
 
@@ -228,6 +232,10 @@ class Infeasible(TightshipError):
         ]
         if self.impossible:
             lines.append(_OF_STATIC if self.compiled else _OF_THESE_OPS)
+        if self.modeled is not None:
+            lines.append(
+                f"by a model of the compiled code, every plan of it takes {_bytes(self.modeled)} or more"
+            )
         if self.enough:
             from tightship.units import format_bytes  # here, as above
 

@@ -8,6 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tightship import simulate
+from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
 from tightship.execute import aiming, compiled_search
 from tightship.execute.aiming import Aim, Candidate, fastest
@@ -65,8 +66,11 @@ def test_nothing_looser_is_lowered_where_hardly_any_time_is_to_be_saved(model):
 
 def least(model):
     with pytest.raises(Infeasible) as found:
-        planned(model, 1)
-    return found.value.best_peak
+        planned(model, int(lower_bound(model.graph)) - 1)
+    try:
+        return planned(model, found.value.lower_bound).peak
+    except Infeasible as no:
+        return no.best_peak
 
 
 def planned(model, budget):
@@ -81,6 +85,15 @@ def test_what_code_takes_beyond_its_model_is_left_free(model):
     assert len(found) <= aiming.LOWERINGS
     best = max(c.needed for c in found if c.needed <= budget)
     assert budget - best <= 16 * 1024  # one activation: nothing looser is to be had
+
+
+def test_a_target_that_is_proven_to_be_too_low_is_replaced_by_what_is_least(model):
+    """Of a target below its bound the planner says so at once, and has not looked for the least."""
+    low = least(model)
+    bound = int(lower_bound(model.graph))
+    for target in (bound - 64, model.graph.static_bytes):
+        found = aim(model, target, lambda _, n: n).run()
+        assert min(c.needed for c in found) == low
 
 
 def test_where_nothing_fits_the_model_learns_where_code_takes_more(model):
@@ -189,7 +202,7 @@ def test_what_is_written_for_memory_is_tried_before_the_least_of_what_does_not_f
     first = Candidate(None, "", 999, 999, None)
     fit = Candidate(None, "", 450, 450, None)
 
-    def searched(fits, peaks):
+    def searched(fits, peaks, bounds=(0, 0)):
         tried = []
 
         def search(own, name):
@@ -207,6 +220,7 @@ def test_what_is_written_for_memory_is_tried_before_the_least_of_what_does_not_f
 
         plain, lean = (kind(default.Options(), None, None, looks=False) for _ in range(2))
         plain.unplanned = None
+        plain.bound, lean.bound = (lambda first, n=n: n for n in bounds)
         plain.search, lean.search, lean.stock = search(plain, "plain"), search(lean, "lean"), lambda: first
 
         def leans():
@@ -218,6 +232,7 @@ def test_what_is_written_for_memory_is_tried_before_the_least_of_what_does_not_f
             peak = plain.within(500, first).peak
         except Infeasible as no:
             assert (no.budget, no.lower_bound) == (500, 100)
+            assert no.modeled == (min(bounds) if min(bounds) > 500 and len(tried) < 5 else None)
             peak = no.best_peak
         assert plain.count == len(tried)
         return tried, plain.leaned, compiled_search.LEAN in plain.notes, peak
@@ -235,6 +250,11 @@ def test_what_is_written_for_memory_is_tried_before_the_least_of_what_does_not_f
     for k in range(5):
         peaks = [700 if k == n else 900 for n in range(5)]
         assert searched(None, peaks) == (every, True, True, 700)
+    # where neither can fit by its model, the least is looked for alone; replays that came to less say otherwise
+    impossible = [("plain", "briefly"), ("plain", "least")]
+    assert searched(None, [900, 800], (700, 600)) == (impossible, False, False, 800)
+    for bounds, peaks in (((700, 400), [900] * 5), ((700, 600), [590, *[900] * 4])):
+        assert searched(None, peaks, bounds)[0] == every
 
 
 def test_what_was_far_is_searched_on_only_where_nothing_else_fits(model):

@@ -342,23 +342,39 @@ def test_numbers_are_inductors_and_peaks_as_planned_whatever_is_around(name):
     assert all(map(torch.equal, found, wanted))
 
 
-def test_a_graph_is_kept_for_a_second_backward_pass_where_inductor_donates_nothing():
-    """What was saved stays where it lies: nothing may be placed over it."""
-    model, x = deep(1, dropout=0.0), batch()
-    with torch._functorch.config.patch(donated_buffer=False):
-        call = compiled(model)
-        once = step(call, model, x)[1:]
-        model.zero_grad()
-        loss = call(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
-    assert any("retain_graph" in n for n in compiled_notes(call))
-    with (
-        torch._functorch.config.patch(donated_buffer=False),
-        pytest.raises(errors.Unsupported, match="create_graph"),
-    ):
-        torch.autograd.grad(call(x).square().mean(), list(model.parameters()), create_graph=True)
+class Bent(nn.Module):
+    """What is saved is all that its gradient is made of, so that kernels write over it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.tanh(self.second(torch.tanh(self.first(x)))).sum()
+
+
+@pytest.mark.parametrize("donated", [True, False])
+def test_a_graph_is_kept_for_further_backward_passes(donated, tmp_path):
+    """What was saved stays where it lies, and what it was, though kernels write over what Inductor takes for theirs;
+    also where code is taken from caches."""
+    x = torch.randn(64, 16)
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = Bent()
+        with torch._functorch.config.patch(donated_buffer=donated):
+            call = compiled(model, cache=tmp_path)
+            call(x).backward()
+            once = [p.grad for p in model.parameters()]
+            model.zero_grad()
+            loss = call(x)
+            for more in (True, True, False):
+                loss.backward(retain_graph=more)
+        for p, g in zip(model.parameters(), once, strict=True):
+            assert torch.equal(p.grad, g + g + g)
+        assert any("retain_graph" in n for n in compiled_notes(call))
+        with pytest.raises(errors.Unsupported, match="create_graph"):
+            torch.autograd.grad(call(x), list(model.parameters()), create_graph=True)
 
 
 def test_results_that_the_caller_drops_before_the_backward_pass_are_not_a_mismatch():

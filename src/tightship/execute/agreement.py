@@ -278,7 +278,17 @@ def _again(program: Program) -> list[Any]:
 
 
 _REFUSED: Final = "refused"
-_FIELDS: Final = ("budget", "lower_bound", "best_peak", "top", "placed", "at", "advice")
+_FIELDS: Final = (
+    "budget",
+    "lower_bound",
+    "best_peak",
+    "top",
+    "placed",
+    "at",
+    "advice",
+    "compiled",
+    "modeled",
+)
 
 
 def refusal(no: Infeasible) -> str:

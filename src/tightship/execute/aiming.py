@@ -258,7 +258,7 @@ class Aim(Generic[T]):
                 self.graph, target, self.options, problem=self._problem(target), prove=self.thorough
             )
         except Infeasible as error:
-            return _Aimed(least=error.best_peak)
+            return self._least(error)
         graph, peak = self.model.graph, plan.peak
         if self.graph is not graph:  # what was learned is not of the model that plans are kept for
             line = simulate.replay(graph, plan.steps)
@@ -270,6 +270,14 @@ class Aim(Generic[T]):
             return _Aimed(self.candidate(plan), peak)
         except NotLowered:
             return _Aimed()
+
+    def _least(self, no: Infeasible) -> _Aimed[T]:
+        """The least that the planner reaches; where it is proven that the target cannot be met, that has not been
+        looked for, and the least is what follows from the bound."""
+        if not no.impossible:
+            return _Aimed(least=no.best_peak)
+        found = self._at(no.lower_bound)
+        return found if found.candidate is None else _Aimed(least=no.lower_bound)
 
 
 def found_or_kept(

@@ -8,7 +8,7 @@ the same is done of the graph as it is written for memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 from msgspec import structs
 
 from tightship import simulate
+from tightship.analysis.bounds import lower_bound
 from tightship.errors import BadInput, Infeasible, TightshipError
 from tightship.execute.aiming import (
     STOCK,
@@ -30,7 +31,9 @@ from tightship.execute.aiming import (
 )
 from tightship.execute.cache import KeptPartitions, Partition, Unplanned, plan_of
 from tightship.execute.compiled import StepReplay, place
+from tightship.frontends.torch.capture.fused import with_workspaces
 from tightship.frontends.torch.compat_inductor import NotLowered, Outdated
+from tightship.options import Deadline
 from tightship.plan import Plan
 from tightship.planners import default
 from tightship.units import Budget
@@ -40,6 +43,8 @@ __all__ = ["LEAN", "CompiledSearch"]
 
 _DEAD: Final = 64
 """A lean graph's kernels end where the dead bytes are such a part of what the model has beyond the static set."""
+BOUND: Final = 5.0
+"""Seconds in which what a model takes at least is looked for."""
 LEAN: Final = (
     "nothing else fits: the graph is written for memory (kernels end early, gradients of convolutions are computed "
     "one after the other)"
@@ -218,12 +223,14 @@ class CompiledSearch(ABC, Generic[T]):
     def within(self, budget: int, first: Candidate[T]) -> Candidate[T]:
         """The fastest within the budget; of the lean graph only where nothing of this one is, or, at first, nothing
         was near it. Where nothing fits, the least of both is looked for, whatever the budget is, so that what is
-        reported can be had; it may fit. Raises ``Infeasible``."""
+        reported can be had; it may fit. Where nothing can fit by the models of both, nothing else is looked at.
+        Raises ``Infeasible``."""
         reached: list[int] = []
         best = self._tried(self, budget, first, reached, "briefly")
         lean = self.lean() if best is None else None
+        modeled = None if best is not None else self._modeled(budget, first, lean, reached)
         other: Candidate[T] | None = None
-        if lean is not None:
+        if lean is not None and modeled is None:
             lean.unplanned, lean.count = self.unplanned, self.count
             with suppress(NotLowered):
                 other = lean.stock()
@@ -232,6 +239,7 @@ class CompiledSearch(ABC, Generic[T]):
             best = self._unless_others(budget, first, best)
         if best is None:
             self._stays()
+        if best is None and modeled is None:
             best = self._tried(self, budget, first, reached)
         if best is None and self.model is not None and budget > self.static:
             best = self._tried(self, budget, first, reached, "least")
@@ -240,9 +248,25 @@ class CompiledSearch(ABC, Generic[T]):
                 best = self._tried(lean, budget, other, reached, "least")
         if best is None:
             raise Infeasible(
-                budget=budget, lower_bound=self.static, best_peak=min(reached), compiled=True
+                budget=budget, lower_bound=self.static, best_peak=min(reached), compiled=True, modeled=modeled
             ) from None
         return best
+
+    def _modeled(
+        self, budget: int, first: Candidate[T], lean: CompiledSearch[T] | None, reached: Sequence[int]
+    ) -> int | None:
+        """The bytes that both graphs take at least by their models, where that is above the budget, and no replay has
+        been below."""
+        least = min(search.bound(first) for search in (self, lean) if search is not None)
+        return least if budget < least <= min(reached) else None
+
+    def bound(self, first: Candidate[T]) -> int:
+        """Bytes that every candidate takes by the model, and by the workspaces of what was replayed ``first``."""
+        model = self.model
+        if model is None:
+            return 0
+        graph = with_workspaces(model.graph, model.calls, first.workspaces())
+        return int(lower_bound(graph, deadline=Deadline.after(BOUND)))
 
     def _tried(
         self, search: CompiledSearch[T], budget: int, first: Candidate[T], reached: list[int], how: How = "whole"

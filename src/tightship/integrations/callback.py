@@ -11,7 +11,7 @@ import torch
 
 from tightship.errors import BadInput
 from tightship.execute.interpreter import Fallback
-from tightship.frontends.torch import compat_compile, compat_distributed
+from tightship.frontends.torch import compat_distributed, compat_dynamo
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, compiled_session
 from tightship.integrations.torch_partition import BackendOptions, read_options
 from tightship.units import format_bytes
@@ -69,7 +69,7 @@ class CompileCallback:
         if self._each_by_itself(model):
             counted["optimizer"], self._own_notes = None, (_GATHERED,)
             warnings.warn(_GATHERED, Fallback, stacklevel=2)
-        self._cut = compat_compile.cut_at_buckets(False)
+        self._cut = compat_dynamo.cut_at_buckets(False)
         model.compile(backend="tightship", options={**counted, **self.options})
 
     def _each_by_itself(self, model: Any) -> bool:
@@ -106,7 +106,7 @@ class CompileCallback:
             return
         self.look()
         self._model._compiled_call_impl = None
-        compat_compile.cut_at_buckets(self._cut)
+        compat_dynamo.cut_at_buckets(self._cut)
         self._model = None
         for text in (*map(_peaks, self.plans), *self.notes):
             _LOG.info("%s", text)

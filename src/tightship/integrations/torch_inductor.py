@@ -29,7 +29,7 @@ from tightship.execute.aiming import source_of
 from tightship.execute.cache import KeptPartitions, Unplanned, folder_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.kept_code import Choice, KeptCode
-from tightship.frontends.torch import compat, compat_compile, compat_inductor
+from tightship.frontends.torch import compat, compat_compile, compat_dynamo, compat_inductor, compat_sending
 from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, Outdated, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
@@ -138,8 +138,10 @@ class CompiledGraph(GraphRuns):
         """The backward pass, from what was saved and the tangents."""
         assert self._step is not None
         again = compat_compile.graph_is_kept()
-        if again:  # what was saved stays where it lies: nothing is placed over it
+        if again:  # nothing is placed over what was saved, and kernels write over copies
             check_again(self.name, self.plan.budget, self.plan.passes[1].peak + self._step.saved)
+            for k, kept in enumerate(self._kept):
+                args[k] = args[k].clone() if kept else args[k]
         self.shares.begin(backward=True)
         mine = [args[k] for k, kept in enumerate(self._kept) if kept][:1]
         placed = self._options.arena and (
@@ -241,7 +243,7 @@ class _Compilation:
     kept: str = "code"  # of earlier runs: compiled code, with what was chosen for it; choices alone; nothing
 
     def __post_init__(self) -> None:
-        _, self.name = compat_compile.frame()
+        _, self.name = compat_dynamo.frame()
         self.device = _device(self.gm)
         self.align = alignment_of(self.device)
         self.measured = Measured(allocator.kind_of(self.device))
@@ -290,6 +292,7 @@ class _Compilation:
     def partition(
         self, joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], lower: LowerPair
     ) -> Pair:
+        self.graph.sends = compat_sending.sent_by(joint)
         if self.shares.ledger.budget is None:  # it is taken as it is, and replayed as it is compiled
             pair = compat_inductor.stock_pair(joint, inputs, outputs, static, 1.0)
             chosen = self._chosen(pair, Unplanned(0, (), 0, (), 0), None, source=_STOCK)
@@ -338,7 +341,8 @@ class _Compilation:
         graph, backward = self.graph, kind == "backward"
 
         def run(args: list[Any]) -> Any:
-            return graph.backward(args) if backward else graph.forward(args)
+            with graph.running(backward=backward):
+                return graph.backward(args) if backward else graph.forward(args)
 
         return compat_compile.boxed(run)
 

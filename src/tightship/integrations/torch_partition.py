@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ import torch
 
 from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.execute.allocator import Arena
+from tightship.execute.graph_ranks import Turn
 from tightship.execute.interpreter import Executor, Part, RunStats, report
 from tightship.execute.script import device_of
 from tightship.frontends.torch import compat, compat_compile
@@ -303,8 +305,14 @@ class GraphRuns(NotCopied):
         self.notes: list[str] = []
         self.last: RunStats | None = None
         self.unplaced = 0
+        self.turn: Turn | None = None  # of several ranks
+        self.sends: list[str] | None = None  # what it sends to them, in order, if that is known
         self._device = device
         self._complained = False
+
+    def running(self, *, backward: bool = False) -> AbstractContextManager[None]:
+        """Around each pass."""
+        return nullcontext() if self.turn is None else self.turn.running(backward=backward)
 
     @property
     def device(self) -> str:

@@ -118,13 +118,18 @@ def _write_tags(
 ) -> Plan:
     plan = default_plan(model.graph, budget, replace(options, place=False, reuse=False))
     saved = set(model.saved(plan))
+    again = {model.calls[s.op] for s in plan.steps if s.kind == "recompute"}
     for node in joint.graph.nodes:
         if node.op == "call_function" and not model.is_late(node):
             once = compat_inductor.runs_once(node) or _sends_once(node)
             once = once or any(compat_inductor.draws(a) for a in node.all_input_nodes if _is_part(node))
             once = once or (is_wait(node.target) and any(map(_sends_once, _sent_by(node))))
             sent = is_wait(node.target) and any(a.name in saved for a in node.all_input_nodes)
-            keep = once or sent or node.name in saved or node in kept
+            whole = node.all_input_nodes[0] if _is_part(node) else node
+            parts = [u for u in whole.users if _is_part(u)]
+            # Partitioners go by an op's own tag for its parts; what the backward pass does not read is not saved.
+            together = whole not in again and any(u.name in saved for u in parts)
+            keep = once or sent or together or node.name in saved or node in kept
             node.meta["recompute"] = _POLICY.MUST_SAVE if keep else _POLICY.MUST_RECOMPUTE
     return plan
 

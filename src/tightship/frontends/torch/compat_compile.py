@@ -1,7 +1,4 @@
-"""Every touch of the private interfaces behind ``torch.compile``: Dynamo and AOTAutograd, of one version.
-
-The other half of ``compat``, under the same rule: nothing else in tightship may import them.
-"""
+"""Every touch of AOTAutograd's private interfaces, from which torch.compile has forward and backward passes."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import (
@@ -21,29 +17,18 @@ from torch.utils._python_dispatch import (
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch.compat import require_torch
-from tightship.frontends.torch.compat_capture import scripted
-from tightship.frontends.torch.compat_distributed import is_distributed
 from tightship.frontends.torch.compat_inductor_masks import masked_writes
 
 require_torch()
 
 from torch import _decomp  # noqa: E402
-from torch._dynamo import config as _dynamo_config  # noqa: E402
-from torch._dynamo import convert_frame as _convert_frame  # noqa: E402
-from torch._dynamo import utils as _utils  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd  # noqa: E402
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list as _entries  # noqa: E402
-from torch._dynamo.exc import TorchDynamoException  # noqa: E402
-from torch._dynamo.exc import unimplemented as _unimplemented  # noqa: E402
-from torch._dynamo.variables import functions as _functions  # noqa: E402
 from torch._functorch import config as _config  # noqa: E402
 from torch._functorch import partitioners as _partitioners  # noqa: E402
 from torch._functorch._aot_autograd import descriptors as _descriptors  # noqa: E402
-from torch._guards import CompileContext, TracingContext  # noqa: E402
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException  # noqa: E402
+from torch._guards import TracingContext  # noqa: E402
 from torch.fx import Graph, GraphModule, Node  # noqa: E402
 from torch.fx._lazy_graph_module import _make_graph_module  # noqa: E402
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked_symbols  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -114,7 +99,8 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def never_donates() -> None:
-    """Called while a backward pass is compiled: its saved tensors may be used again (``retain_graph``)."""
+    """Called while a backward pass is compiled: its saved tensors may be used again (``retain_graph``), or those are
+    written over that PyTorch would let it write over, by copies of them alone."""
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
@@ -364,311 +350,3 @@ def overwritten_inputs(joint: GraphModule) -> list[Node]:
 def unchecked_saving(node: Node) -> bool:
     """Whether PyTorch saves the node's tensor without looking for later changes; such ones come last."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
-
-
-# --- what Dynamo knows --------------------------------------------------------------------------------------
-
-
-def frame() -> tuple[int, str]:
-    """Number of the Python frame being compiled, and the name of this compilation of it (``0/1``)."""
-    found = CompileContext.current_compile_id()
-    if found is None:
-        return -1, "graph"
-    number = found.frame_id
-    return (-1 if number is None else int(number)), str(found)
-
-
-def last_time() -> int | None:
-    """How often Dynamo has compiled this Python frame now, if it will not do so again; else None.
-
-    What then misses all guards runs in eager, and no backend is asked.
-    """
-    found = CompileContext.current_compile_id()
-    if found is None or found.frame_compile_id is None:
-        return None
-    count = found.frame_compile_id + 1
-    limit = min(_dynamo_config.recompile_limit, _dynamo_config.accumulated_recompile_limit)
-    return count if count == limit else None
-
-
-@dataclass(frozen=True, slots=True)
-class Break:
-    """Where the caller's code goes on after a graph, to be compiled on its own, and why Dynamo could not go on.
-
-    ``runs``: whether ops may run there, outside of all graphs. ``by_ddp``: whether there was no need, but for the
-    buckets of DistributedDataParallel.
-    """
-
-    place: str
-    why: str
-    runs: bool
-    by_ddp: bool
-
-
-_RUNS_NOTHING: Final = (
-    "Call to `torch._dynamo.graph_break()`",
-    "logging.Logger method",
-    "generic_jump",  # a branch on data: a number is read
-    "Unsupported Tensor.item()",
-)
-
-
-def graph_break(gm: GraphModule) -> Break | None:
-    """What follows the graph; None if it is the last of its frame."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return None
-    stack = reason.user_stack or []
-    place = f"{stack[-1].filename.rpartition('/')[2]}:{stack[-1].lineno}" if stack else "an unknown place"
-    text = str(reason.reason)
-    runs = not text.startswith(_RUNS_NOTHING) and "builtin operator `print`" not in text
-    why = _last_break() if text == "step_unsupported" else _first_line(text)
-    return Break(place, why, runs, text.startswith("DDPOptimizer"))
-
-
-def _last_break() -> str:
-    """Why Dynamo gave up the rest of a function: it says so only where it counts its graph breaks."""
-    reasons = list(_utils.counters["graph_break"])
-    said = _first_line(reasons[-1]) if reasons else "it does not trace that call"
-    return f"{said}; the rest of that function is left out, too"
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0].rstrip(".")
-
-
-_LEFT: Final = (
-    "Dynamo leaves torch's own modules to their caller, which is not compiled: torch.compile(module, …) of this one "
-    "compiles all of it, which module.compile(…) does not"
-)
-
-Skipped = Callable[[Any, dict[str, Any] | None, str, str, bool], object]
-
-
-def watch_frames(backend: Any, skipped: Skipped) -> None:
-    """Calls ``skipped(session, options, what, why, first)`` when Dynamo gives up a frame that was to be compiled with
-    ``backend`` and runs it as it is, before it does, and for each of torch's modules that is then called by itself
-    (``first`` is False). What it returns is the next call's ``session``, and lives as long as the compiled code.
-
-    Dynamo asks no backend then, has no hook for it, and passes over that code from then on, in other models too: here
-    only in this one.
-    """
-    wrapper = _convert_frame.CatchErrorsWrapper
-    original = getattr(wrapper.__call__, "_tightship_original", wrapper.__call__)
-
-    def call(self: Any, frame: Any, cache_entry: Any, state: Any) -> Any:
-        kwargs = _kwargs_of(self, backend)
-        if kwargs is None:
-            return original(self, frame, cache_entry, state)
-        given_up = self.__dict__.setdefault("_tightship_given_up", {})
-        if frame.f_code in given_up:
-            return given_up[frame.f_code]
-        before = _utils.get_compilation_metrics()[-1:]
-        # Each size is compiled anew in any case.
-        with _dynamo_config.patch(automatic_dynamic_shapes=False), _scripts_left_out():
-            found = original(self, frame, cache_entry, state)
-        last = _utils.get_compilation_metrics()[-1:]
-        why = last[0].fail_reason if last and last != before else None
-        module = _module_passed_over(frame, found)
-        if found.guarded_code is None and (why or module):
-            what = _where(frame.f_code) if why else module
-            why = _first_line(why or _LEFT)
-            known = getattr(self, "_tightship_session", None)
-            self._tightship_session = skipped(known, kwargs.get("options"), what, why, not module)
-            found.apply_to_code = False
-            given_up[frame.f_code] = found
-        return found
-
-    call._tightship_original = original  # type: ignore[attr-defined]
-    wrapper.__call__ = call
-
-
-@contextmanager
-def _scripts_left_out() -> Iterator[None]:
-    """Dynamo breaks the graph at TorchScript that gradients go through. It would trace the Python code that was
-    scripted, whose last bits are others once TorchScript has optimized itself."""
-    owner = _functions.WrapperUserFunctionVariable
-    original = owner.call_function
-
-    def call(self: Any, *args: Any) -> Any:
-        script = isinstance(self.wrapper_obj, torch._C.ScriptFunction)
-        if script and torch.is_grad_enabled() and torch._C._get_graph_executor_optimize():
-            error = scripted(str(self.wrapper_obj.name))
-            _unimplemented(gb_type=str(error.what), context="", explanation=error.why, hints=[])
-        return original(self, *args)
-
-    owner.call_function = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        owner.call_function = original  # type: ignore[method-assign]
-
-
-def _where(code: Any) -> str:
-    file = code.co_filename.rpartition("/")[2]
-    if file == "external_utils.py":  # Dynamo's own wrapper around a module of torch's
-        return "the compiled module"
-    return f"{code.co_name} ({file}:{code.co_firstlineno})"
-
-
-def _module_passed_over(frame: Any, found: Any) -> str:
-    """Which of torch's own modules is called outside of all graphs: Dynamo compiles those with callers.
-
-    DistributedDataParallel is none of them: it calls its module, which is compiled by itself, and sends.
-    """
-    code = frame.f_code
-    if code.co_name != "forward" or "skipfiles" not in (found.skip_reason or "") or not code.co_argcount:
-        return ""
-    module = frame.f_locals.get(code.co_varnames[0])
-    calls = isinstance(module, torch.nn.Module) and not isinstance(
-        module, torch.nn.parallel.DistributedDataParallel
-    )
-    return f"{type(module).__name__}.forward" if calls else ""
-
-
-def frame_session(compiled: Any) -> Any:
-    """What `watch_frames` keeps for a compiled module or function, None if no frame of it was given up."""
-    for callback in _callbacks(compiled):
-        found = getattr(callback, "_tightship_session", None)
-        if found is not None:
-            return found
-    return None
-
-
-def _kwargs_of(callback: Any, backend: Any) -> dict[str, Any] | None:
-    """What ``backend`` is given by torch.compile, if it is what ``callback`` compiles with."""
-    while callback is not None:
-        if getattr(callback, "compiler_fn", None) is backend:
-            kwargs = getattr(callback, "kwargs", None)
-            return kwargs if isinstance(kwargs, dict) else {}
-        callback = getattr(callback, "_torchdynamo_orig_backend", None)
-    return None
-
-
-def source_name(node: Node) -> str:
-    """The Python expression of a Dynamo placeholder's tensor
-    (``L['self']._modules['fc']._parameters['weight']``)."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", "")
-    return str(name() if callable(name) else name)
-
-
-def cut_at_buckets(how: Any) -> Any:
-    """Whether Dynamo cuts a model in DistributedDataParallel into a graph a bucket, from here on; returns whether it
-    did."""
-    before, _dynamo_config.optimize_ddp = _dynamo_config.optimize_ddp, how
-    return before
-
-
-def trained_parameters(gm: GraphModule) -> list[torch.Tensor]:
-    """The parameters that a graph has gradients for, but those that are DTensors."""
-    found = [example_of(n) for n in gm.graph.find_nodes(op="placeholder")]
-    return [
-        t
-        for t in found
-        if isinstance(t, torch.nn.Parameter) and t.requires_grad and not is_distributed(type(t.data))
-    ]
-
-
-def example_of(node: Node) -> torch.Tensor | None:
-    """The caller's tensor that a Dynamo placeholder stood for when it was traced, if it is still there."""
-    found = getattr(node.meta.get("grapharg"), "example", None)
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def is_control_flow(error: BaseException) -> bool:
-    """Whether an exception is Dynamo's way of starting over, and none of a backend's business."""
-    return isinstance(error, TorchDynamoException)
-
-
-def sized_by_data(gm: GraphModule) -> Node | None:
-    """The first node of a Dynamo graph whose result has a size that follows from data."""
-    for n in gm.graph.nodes:
-        value = n.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and _free_unbacked_symbols(value):
-            return n
-    return None
-
-
-def in_our_words(error: Exception) -> Exception:
-    """``error``; where PyTorch's says no more than that an op's result follows from data, with what to do."""
-    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return error
-    return Unsupported(
-        f"{error} in a graph or its gradient",
-        "its result has a size or a number that follows from data, as gradients of what x[mask] = v writes have, and "
-        "sparse ones",
-        "write torch.where(mask, v, x), keep it out of the compiled region, or use tightship.fit",
-    )
-
-
-def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
-    """Makes every symbolic size of the graph's inputs the number it is now; whether there were any.
-
-    Dynamo guards on what was asked, so that other sizes are compiled anew.
-    """
-    symbolic = False
-    for x in inputs:
-        if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            symbolic = True
-            int(x) if isinstance(x, torch.SymInt) else bool(x) if isinstance(x, torch.SymBool) else float(x)
-        elif isinstance(x, torch.Tensor):
-            for n in (*x.shape, *x.stride(), x.storage_offset()):
-                if isinstance(n, torch.SymInt):
-                    symbolic = True
-                    int(n)
-    return symbolic
-
-
-def compiled_options(compiled: Any) -> dict[str, Any] | None:
-    """The ``options`` a module or function was given to ``torch.compile`` with, the same object; None if
-    none."""
-    for callback in _callbacks(compiled):
-        kwargs = getattr(callback, "kwargs", None)
-        if isinstance(kwargs, dict) and hasattr(callback, "compiler_fn"):
-            return kwargs.get("options")
-    return None
-
-
-def equal_options(compiled: Any) -> list[Mapping[str, Any]]:
-    """The ``options`` of other calls of torch.compile whose code Dynamo runs for ``compiled``, too: it keeps code by
-    function, and takes backends with equal options for one."""
-    own = next((c for c in _callbacks(compiled) if not hasattr(c, "_torchdynamo_orig_backend")), None)
-    apart = {getattr(c, "_isolate_recompiles_id", -1) for c in _contexts(compiled)}
-    found: list[Mapping[str, Any]] = []
-    for code in _codes(compiled):
-        for entry in _entries(code):
-            made_by = entry.backend
-            if made_by is own or made_by != own or entry.isolate_recompiles_id not in apart:
-                continue
-            options = made_by.kwargs.get("options")
-            found += [] if any(options is x for x in found) else [options]
-    return found
-
-
-def _codes(compiled: Any) -> set[Any]:
-    """The code objects that Dynamo compiles for a module or function."""
-    module = getattr(compiled, "_orig_mod", compiled)
-    outer = (compiled, getattr(compiled, "forward", None), getattr(compiled, "_compiled_call_impl", None))
-    called = [getattr(f, "_torchdynamo_orig_callable", None) for f in outer]
-    found = (getattr(f, "__code__", None) for f in (*called, getattr(module, "forward", None)))
-    return {code for code in found if code is not None}
-
-
-def _callbacks(compiled: Any) -> Iterator[Any]:
-    """From what Dynamo calls with each frame down to what torch.compile was given."""
-    for context in _contexts(compiled):
-        callback = getattr(context, "callback", None)
-        while callback is not None:
-            yield callback
-            callback = getattr(callback, "_torchdynamo_orig_backend", None)
-
-
-def _contexts(compiled: Any) -> Iterator[Any]:
-    implementation = getattr(compiled, "_compiled_call_impl", None)  # Module.compile
-    for thing in (compiled, implementation, getattr(implementation, "__wrapped__", None)):
-        if (context := getattr(thing, "dynamo_ctx", None)) is not None:
-            yield context
-        for cell in getattr(thing, "__closure__", None) or ():
-            if hasattr(cell.cell_contents, "callback"):
-                yield cell.cell_contents

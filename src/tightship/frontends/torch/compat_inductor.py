@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch.compat import VERSION, require_torch
+from tightship.frontends.torch.compat_compile import never_donates
 from tightship.frontends.torch.compat_inductor_caches import (
     Code,
     Outdated,
@@ -372,6 +373,10 @@ def compile_graph(
         )
         made, lowered = compiled_pass(graph, example_inputs, _as_inductor_says(more), kind, code, ahead)
         made_here.append(made)
+        if (
+            kind == "backward"
+        ):  # PyTorch would refuse to keep the graph; who runs the pass keeps what it writes over
+            never_donates()
         if not hasattr(made, "current_callable"):  # there is nothing to compile
             return _boxed(finished(kind, lowered, made))
         made.current_callable = finished(kind, lowered, made.current_callable)

@@ -1,0 +1,380 @@
+"""One graph that torch.compile gives the backend: joint graph, program, plan, and the two functions that run it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from tightship.errors import Infeasible, Unsupported
+from tightship.execute.heap import faster_on_heap, plan_on_heap
+from tightship.execute.profile import profile
+from tightship.frontends.torch import (
+    compat,
+    compat_compile,
+    compat_distributed,
+    compat_dynamo,
+    compat_sending,
+)
+from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
+from tightship.frontends.torch.program import Program, Ref
+from tightship.graph import Graph, aligned
+from tightship.integrations.accounting import Entry, Ledger
+from tightship.integrations.torch_inductor import CompiledGraph, Shares, compile_within
+from tightship.integrations.torch_partition import (
+    NOT_HELD,
+    CompileOptions,
+    Cut,
+    FrameArena,
+    PlannedGraph,
+    cut,
+)
+from tightship.plan import Plan
+from tightship.planners.default import Options as PlannerOptions
+from tightship.planners.default import plan as default_plan
+from tightship.planners.default import seconds_left
+from tightship.planners.hints import matches, parse_hints
+from tightship.simulate import baseline, replay
+
+__all__ = ["CASTS", "Compilation"]
+
+
+_RESOLVED = (
+    "the budget is a percentage of the first training step: begin with the largest kind of batch, give bytes, or "
+    "give models that are compiled apart options of their own"
+)
+
+
+CASTS = (
+    "is used more than once under one autocast context: eager casts it once there and adds its gradients in the "
+    "lower precision, here each use has a cast of its own and gradients are added in float32; leave the autocast "
+    "context between calls for eager's bits"
+)
+
+
+class Owner(Protocol):
+    """What is used of everything that is planned under one call of torch.compile (`torch_compile.Session`)."""
+
+    options: CompileOptions
+    ledger: Ledger
+    graphs: list[PlannedGraph | CompiledGraph]
+    arenas: dict[int, FrameArena]
+
+    def say(self, text: str) -> None: ...
+
+
+class Compilation:
+    """One graph: joint graph -> program -> plan -> two functions."""
+
+    def __init__(self, session: Owner, gm: Any) -> None:
+        self.session, self.options = session, session.options
+        self.frame, self.name = compat_dynamo.frame()
+        self.graph_break = compat_dynamo.graph_break(gm)
+        self.placeholders = gm.graph.find_nodes(op="placeholder")
+        self.planned: PlannedGraph | None = None
+        self.entry: Entry | None = None
+        self.cast = ""  # a parameter that autocast casts
+        self.began = time.perf_counter()
+        self.tangents: dict[int, tuple[int, ...]] = {}  # strides of its results' gradients
+
+    def run(self, gm: Any, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
+        return compat_compile.compile_training(
+            gm, inputs, partition=self.partition, forward=self.forward, backward=self.backward,
+            inference=self.inference, symbolic=symbolic,
+        )  # fmt: skip
+
+    def compiled(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiled mode: what Inductor makes of the graph."""
+        session, last = self.session, self.graph_break is None
+        if (n := compat_dynamo.sized_by_data(gm)) is not None:
+            raise Unsupported(
+                f"{getattr(n.target, '__name__', n.target)} at {origin_of(n)}, in compiled mode",
+                "the size of its result follows from data",
+                "leave torch._dynamo.config.capture_dynamic_output_shape_ops off, or use tightship.fit",
+            )
+        shares = Shares(session.ledger, self.frame, self._storages_in, last)
+        arena = session.arenas.setdefault(self.frame, FrameArena())
+        later = session.ledger.resolved_before(self.frame, training=True)
+        try:
+            run, planned = compile_within(gm, inputs, self.options, arena, shares)
+        except Infeasible as no:
+            raise self._advised(no, later) from None
+        session.graphs.append(planned)
+        if self.graph_break is not None:
+            planned.notes.append(
+                f"a graph break follows at {self.graph_break.place}: the budget is shared with other graphs"
+            )
+        if self.options.on_plan is not None:
+            self.options.on_plan(planned)
+
+        def call(*args: Any, _session: Owner = session) -> Any:
+            return run(*args)
+
+        return call
+
+    def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
+        self.tangents = compat_compile.tangent_strides(gm)
+        primals = self._primals(gm, static)
+        casts = compat_compile.casts(gm)
+        named = {
+            primals[k].name: n
+            for k, n in casts.items()
+            if k < len(primals) and primals[k].role == "parameter"
+        }
+        self.cast = next(iter(named), "")
+        for name, count in named.items():
+            if count > 1:
+                self.session.say(f"{name} {CASTS}")
+        joint = lower_joint(gm, outputs, primals, name=f"graph {self.name}")
+        planned, nodes = self._plan_graph(joint)
+        self.planned, planned.sends = planned, compat_sending.sent_by(gm)
+        return compat_compile.split(gm, nodes, outputs)
+
+    def forward(self, _gm: Any, _inputs: Any) -> Any:
+        assert self.planned is not None
+        return self._forward(self.planned)
+
+    def backward(self, _gm: Any, _inputs: Any) -> Any:
+        assert self.planned is not None
+        compat_compile.never_donates()
+        planned, run = self.planned, self.planned.backward
+        ledger, frame, entry = self.session.ledger, self.frame, self.entry
+        assert entry is not None
+
+        def backward(args: list[Any]) -> list[Any]:
+            with planned.running(backward=True):
+                ledger.settle()
+                ledger.begin(frame, entry, backward=True)
+                return run(args)
+
+        return self._function(backward)
+
+    def inference(self, gm: Any, _inputs: Any) -> Any:
+        joint = lower_joint(gm, None, self._primals(gm, ()), name=f"graph {self.name}")
+        planned, _ = self._plan_graph(joint)
+        planned.sends = compat_sending.sent_by(gm)
+        return self._forward(planned)
+
+    def _forward(self, planned: PlannedGraph) -> Callable[[list[Any]], Any]:
+        assert self.entry is not None
+        ledger, frame, entry = self.session.ledger, self.frame, self.entry
+
+        def forward(args: list[Any]) -> list[Any]:
+            with planned.running():
+                ledger.begin(frame, entry)
+                return planned.forward(args)
+
+        return self._function(forward)
+
+    def _function(self, run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], Any]:
+        def function(args: list[Any], _session: Owner = self.session) -> list[Any]:
+            return run(args)
+
+        return compat_compile.boxed(function)
+
+    # --- inputs ---
+
+    def _primals(self, gm: Any, static: Sequence[int]) -> list[Primal]:
+        """Names and roles, from Dynamo's placeholders where AOTAutograd's are the same ones."""
+        inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not compat_compile.is_tangent(n)]
+        if len(inputs) != len(self.placeholders):
+            return [Primal("parameter" if k in static else "input", n.name) for k, n in enumerate(inputs)]
+        rows = []
+        for n, theirs in zip(inputs, self.placeholders, strict=True):
+            source = compat_dynamo.source_name(theirs)
+            role = next((r for r in ("parameter", "buffer") if f"._{r}s[" in source), "input")
+            rows.append(Primal(role, _readable(source) or n.name))
+        return rows
+
+    def _storages(self, graph: Graph) -> dict[int, int]:
+        return self._storages_in(graph.static_bytes)
+
+    def _storages_in(self, static: int) -> dict[int, int]:
+        """Identity and bytes of the caller's tensors, without those that an earlier graph made and counts;
+        what is not known counts as itself. ``static``: bytes of all inputs."""
+        storages: dict[int, int] = {}
+        counted = 0
+        for n in self.placeholders:
+            real = compat_distributed.own_part(compat_dynamo.example_of(n))
+            if real is None:
+                continue
+            key, size = compat.storage_key(real), aligned(real.numel() * real.element_size())
+            if any(p.handed_out(key) for p in self.session.graphs):
+                counted += size
+            else:
+                storages[key] = max(storages.get(key, 0), size)
+        rest = static - sum(storages.values()) - counted
+        return {**storages, -1 - self.frame: rest} if rest > 0 else storages
+
+    # --- planning ---
+
+    def _plan_graph(self, joint: Joint) -> tuple[PlannedGraph, list[Any]]:
+        o = self.options
+        self.began = time.perf_counter()
+        with compat_compile.outside():
+            program = profile(
+                joint.program, cache=o.cache, seconds_per_op=o.seconds_per_op, seconds=o.planner.seconds
+            )
+        program = replace(program, notes=tuple(n for n in program.notes if "(tangents" not in n))
+        program = pinned(joint, program)
+        plan, where = self._within_budget(joint, program)
+        values = sorted((*where.saved, *where.made), key=lambda v: _unchecked(joint, program, v))
+        frame_arena = self.session.arenas.setdefault(self.frame, FrameArena())
+        planned = PlannedGraph(
+            replace(joint, nodes={}),
+            program,
+            plan,
+            where,
+            name=self.name,
+            frame_arena=frame_arena,
+            strict=o.strict,
+            arena=o.arena,
+            saved=values,
+        )
+        if self.graph_break is not None:
+            planned.notes.append(
+                f"a graph break follows at {self.graph_break.place}: the budget is shared with other graphs"
+            )
+        self.session.graphs.append(planned)
+        if o.on_plan is not None:
+            o.on_plan(planned)
+        return planned, [joint.node_of(program.graph.values[v].storage) for v in values]
+
+    def _within_budget(self, joint: Joint, program: Program) -> tuple[Plan, Cut]:
+        graph, ledger = program.graph, self.session.ledger
+        everything = replay(graph, baseline(graph))
+        static = ledger.new_static(self.frame, self._storages(graph))
+        training, need = joint.boundary is not None, everything.peak - graph.static_bytes
+        later = ledger.resolved_before(self.frame, training)
+
+        def entered(plan: Plan, *, current: bool = False) -> tuple[Plan, Cut]:
+            where = cut(joint, program, plan)
+            last = self.graph_break is None
+            self.entry = _entry(
+                joint, program, plan, where, static, everything.peak, last=last, accumulate=ledger.accumulate,
+                beside=ledger.beside_earlier(self.frame, training),
+            )  # fmt: skip
+            ledger.enter(self.frame, self.entry, current=current)
+            return plan, where
+
+        def free(current: bool) -> int | None:
+            last = _results(joint, graph) if self.graph_break is None else 0
+            return ledger.available(
+                self.frame, static, need, training=training, current=current, results=last
+            )
+
+        try:
+            return entered(self._plan(graph, free(False), training))
+        except Infeasible as no:
+            if not ledger.binding(training):
+                plan = self._plan_within(graph, None)
+                return entered(replace(plan, notes=(*plan.notes, NOT_HELD)))
+            rest = free(True)
+            if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
+                return entered(self._plan_within(graph, graph.static_bytes + rest), current=True)
+            raise self._advised(no, later) from None
+
+    def _advised(self, no: Infeasible, later: bool) -> Infeasible:
+        """``no`` with what else of the budget is taken; ``later``: whether the budget was resolved before."""
+        more = [text for text in (_RESOLVED if later else "", self.session.ledger.beside()) if text]
+        return no.with_advice((*no.advice, *more)) if more else no
+
+    def _plan(self, graph: Graph, free: int | None, training: bool) -> Plan:
+        """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and
+        nobody knows yet what they need: at most half of that or, if that is too little, about the least
+        possible."""
+        if free is None:
+            return self._plan_within(graph, None)
+        whole = max(graph.static_bytes + free, 0)
+        budget, ledger = self.session.ledger.budget, self.session.ledger
+        known = budget is not None and budget.bytes is not None
+        if self.graph_break is not None and (known or ledger.resolved_before(self.frame, training)):
+            limit = graph.static_bytes + max(free, 0) // 2
+            for _ in range(2):
+                try:
+                    return self._plan_within(graph, limit)
+                except Infeasible as error:
+                    limit = error.best_peak
+                if limit >= whole:
+                    break
+        return self._plan_within(graph, whole)
+
+    def _plan_within(self, graph: Graph, limit: int | None) -> Plan:
+        """With an arena, unless one (and results beside it) needs more than the budget although the peak
+        does not, or, on the CPU, only fits with more recomputation."""
+        options, notes = self._planner_options_here(graph)
+        arena = self.options.arena
+
+        def now(place: bool) -> PlannerOptions:
+            # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
+            left = seconds_left(options.seconds, time.perf_counter() - self.began)
+            return replace(options, reuse=False, seconds=left, place=place)
+
+        try:
+            plan = default_plan(graph, limit, now(arena))
+        except Infeasible as error:
+            if error.impossible or not arena:
+                raise
+            plan = plan_on_heap(graph, limit, now(False))
+        else:
+            if limit is not None:
+                plan = faster_on_heap(graph, limit, plan, lambda: default_plan(graph, limit, now(False)))
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _planner_options_here(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
+        """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
+        options = self.options.planner
+        if self.graph_break is None and not self.session.graphs:
+            return options, ()
+        here = {h: matches(graph, h[0]) for h in parse_hints(options.hints)}
+        notes = tuple(
+            f"no module of this graph is meant by the hint {a}={b}" for (a, b), yes in here.items() if not yes
+        )
+        return replace(options, hints=",".join(f"{a}={b}" for (a, b), yes in here.items() if yes)), notes
+
+
+def _entry(
+    joint: Joint,
+    program: Program,
+    plan: Plan,
+    where: Cut,
+    static: int,
+    unplanned: int,
+    *,
+    last: bool,
+    accumulate: bool,
+    beside: bool,
+) -> Entry:
+    graph = program.graph
+    given = {graph.values[r.value].storage for r in joint.backward if isinstance(r, Ref)} - graph.static
+    keep = cut(joint, program, replace(plan, steps=baseline(graph)))
+    return Entry(
+        static=static,
+        dynamic=plan.peak - graph.static_bytes,
+        rest=where.resident - graph.static_bytes,
+        gradients=0 if accumulate else sum(graph.storages[s].size for s in given),
+        unplanned=unplanned - graph.static_bytes,
+        unplanned_rest=keep.resident - graph.static_bytes,
+        results=_results(joint, graph) if last else 0,
+        forward=where.peaks[0] - graph.static_bytes,
+        beside=beside,
+    )
+
+
+def _results(joint: Joint, graph: Graph) -> int:
+    """Bytes that the forward pass hands out."""
+    handed = {graph.values[r.value].storage for r in joint.forward if isinstance(r, Ref)} - graph.static
+    return sum(graph.storages[s].size for s in handed)
+
+
+def _unchecked(joint: Joint, program: Program, value: int) -> bool:
+    nodes = joint.nodes.get(program.graph.values[value].storage)
+    return nodes is not None and compat_compile.unchecked_saving(nodes[0])
+
+
+def _readable(source: str) -> str:
+    """``L['self']._modules['fc']._parameters['weight']`` -> ``fc.weight``; other expressions as they are."""
+    parts = re.findall(r"_(?:modules|parameters|buffers)\['([^']*)'\]", source)
+    return ".".join(parts) if parts else re.sub(r"^L\['(\w+)'\]", r"\1", source)

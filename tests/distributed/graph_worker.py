@@ -1,0 +1,212 @@
+"""One rank: graphs of torch.compile that ranks run together, of which one rank cannot."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from worker import adamw, caught, digest, main
+
+from tightship.execute import graph_ranks
+from tightship.integrations import torch_compile_graph
+from tightship.integrations.torch_compile import compiled_plans
+
+WIDTH = 16
+WAYS = ("ddp", "ddp inside", "fully_shard", "tensor parallel")
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(32, WIDTH)
+        self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        out: torch.Tensor = self.down(F.gelu(self.up(x))) + x
+        return out
+
+
+def compiled(how: str, mode: str, **options: Any) -> tuple[Any, Any]:
+    """The model that is called, and the one whose parameters are trained."""
+    torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = False
+    m: Any = Net()
+    given = {"budget": "1GiB", "mode": mode, "cache": None, **options}
+    if how == "ddp":
+        return torch.compile(DistributedDataParallel(m), backend="tightship", options=given, dynamic=False), m
+    if how == "ddp inside":
+        inside = torch.compile(m, backend="tightship", options=given, dynamic=False)
+        return DistributedDataParallel(inside), m
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if how == "fully_shard":
+        m = fully_shard(m, mesh=mesh)
+    else:
+        parallelize_module(m, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    m.compile(backend="tightship", options=given, dynamic=False)
+    return m, m
+
+
+def words(rows: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 32, (rows, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def stepped(call: Any, o: Any, given: torch.Tensor) -> float:
+    loss = call(given).pow(2).mean()
+    loss.backward()
+    o.step()
+    o.zero_grad()
+    return float(loss.detach())
+
+
+def _raises(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("injected")
+
+
+def _failing(how: str, mode: str, kind: str) -> dict[str, Any]:
+    """Rank 1 cannot compile its graph; what it is that each raises, and again after that."""
+    mine = bool(dist.get_rank())
+    options: dict[str, Any] = {}
+    known = vars(torch_compile_graph.Compilation)["run"], vars(torch_compile_graph.Compilation)["compiled"]
+    versions = graph_ranks._versions
+    if kind == "infeasible" and mine:
+        options["budget"] = "1KiB"
+    if kind == "infeasible everywhere":
+        options["budget"] = "1KiB"
+    if kind == "capture" and mine:
+        options["eager_fallback"] = False
+        torch_compile_graph.Compilation.run = torch_compile_graph.Compilation.compiled = _raises  # type: ignore[method-assign]
+    if kind == "option" and mine:
+        options["bugdet"] = "1GiB"
+    if kind == "version" and mine:
+        graph_ranks._versions = lambda: "tightship 0.0.1, torch 2.13.0"
+    rows = 16 if kind == "shapes" and mine else 8
+    call, _ = compiled(how, mode, **options)
+    first = caught(lambda: call(words(rows)).sum().backward())
+    again = caught(lambda: call(words(rows)))
+    run, made = known
+    torch_compile_graph.Compilation.run = run  # type: ignore[method-assign]
+    torch_compile_graph.Compilation.compiled = made  # type: ignore[method-assign]
+    graph_ranks._versions = versions
+    dist.barrier()
+    return {"first": first, "again": again}
+
+
+KINDS = ("infeasible", "infeasible everywhere", "capture", "option", "version", "shapes")
+
+
+def _all_failing(mode: str) -> dict[str, Any]:
+    return {
+        f"{how}, {kind}": _failing(how, mode, kind)
+        for how in WAYS
+        for kind in KINDS
+        if kind != "shapes" or how == "tensor parallel"
+    }
+
+
+def failing_exact() -> Any:
+    return _all_failing("exact")
+
+
+def failing_compiled() -> Any:
+    return _all_failing("compiled")
+
+
+def _apart(mode: str) -> dict[str, Any]:
+    """Ranks that compile apart from one another, which is no fault: rank 1 has a batch of another size, rank 0
+    evaluates alone, rank 1 comes late. How long each of these took beside compiling again."""
+    call, m = compiled("ddp inside", mode)
+    o, rank, losses, seconds = adamw(m), dist.get_rank(), [], {}
+    for k, rows in enumerate((8, 8, 16 if rank else 8, 8, 16)):
+        if k == 4 and rank:
+            time.sleep(1.0)
+        start = time.monotonic()
+        losses.append(stepped(call, o, words(rows, 10 * k + rank)))
+        dist.barrier()
+        seconds[str(k)] = time.monotonic() - start
+    if rank == 0:
+        with torch.no_grad():
+            start = time.monotonic()
+            call.module(words(4))
+            seconds["alone"] = time.monotonic() - start
+    dist.barrier()
+    after = digest(m.parameters())
+    plain = Net()
+    other, o, eager = DistributedDataParallel(plain), adamw(plain), []
+    for k, rows in enumerate((8, 8, 16 if rank else 8, 8, 16)):
+        eager.append(stepped(other, o, words(rows, 10 * k + rank)))
+    return {
+        "losses": losses, "eager": eager, "digest": after, "eager digest": digest(plain.parameters()),
+        "seconds": seconds,
+    }  # fmt: skip
+
+
+def apart_exact() -> Any:
+    return _apart("exact")
+
+
+def apart_compiled() -> Any:
+    return _apart("compiled")
+
+
+def _in_the_middle(mode: str) -> Any:
+    """Rank 1 comes late to a step, and then fails inside of a graph, between its collectives."""
+    call, m = compiled("tensor parallel", mode)
+    o = adamw(m)
+    stepped(call, o, words(8))
+    (graph,) = compiled_plans(call)
+    bytes_ = []
+    for _ in range(3):
+        time.sleep(dist.get_rank())
+        stepped(call, o, words(8))
+        bytes_.append((graph.last.measured_peak, graph.plan.peak))  # type: ignore[union-attr]
+    given = words(8)
+    if dist.get_rank():
+        given[0, 0] = 1000
+    return caught(lambda: stepped(call, o, given)) | {"bytes": bytes_}
+
+
+def in_the_middle_exact() -> Any:
+    return _in_the_middle("exact")
+
+
+def in_the_middle_compiled() -> Any:
+    return _in_the_middle("compiled")
+
+
+def alone() -> Any:
+    """Rank 1 alone compiles again, and fails, while rank 0 waits inside of the graph that it has."""
+    call, m = compiled("tensor parallel", "exact", strict=True)
+    o = adamw(m)
+    stepped(call, o, words(8))
+    if dist.get_rank():
+        torch._dynamo.reset_code(type(m).forward.__code__)
+        torch_compile_graph.Compilation.run = _raises  # type: ignore[method-assign]
+    return caught(lambda: stepped(call, o, words(8)))
+
+
+def own_parts() -> Any:
+    """A budget of exactly what a rank's own parts need, and what it makes of them."""
+    rows: dict[str, Any] = {}
+    budget: Any = None
+    for _ in range(2):
+        call, m = compiled("tensor parallel", "exact", budget=budget)
+        o = adamw(m)
+        stepped(call, o, words(8))
+        (graph,) = compiled_plans(call)
+        budget = graph.plan.peak
+        rows[str(len(rows))] = budget, graph.plan.count("recompute")
+    return rows
+
+
+if __name__ == "__main__":
+    main(globals())
