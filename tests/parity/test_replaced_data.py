@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.harness import Loop, adam, identical, mlp, pairs, sgd
+from support.harness import Loop, adam, identical, mlp, pairs, refused, sgd
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -146,3 +147,71 @@ def test_trained_parameters(change: Callable[[nn.Module], None], after: bool, me
         return Loop(model, loss, adam(model))
 
     pattern(measurements)
+
+
+# --- parameters that a step freezes for a while -------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, which a context leaves out and freezes, as peft's ``disable_adapter`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(4, 3), nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.base.requires_grad_(False)
+        self.enabled = True
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        self.enabled = False
+        for p in (self.down.weight, self.up.weight):
+            p.requires_grad = False
+        yield
+        self.enabled = True
+        self.down.requires_grad_(True)
+        self.up.requires_grad_(True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.base(x)
+        return out + self.up(self.down(x)) if self.enabled else out
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_adapter_that_is_frozen_for_the_reference_of_a_preference(first: bool, measurements: Any) -> None:
+    @identical(plans=1, verify_every=2)
+    def pattern() -> Loop:
+        model = Adapted()
+
+        def logs(x: torch.Tensor) -> torch.Tensor:
+            return model(x).log_softmax(-1)
+
+        def loss(net: Adapted, batch: Any) -> torch.Tensor:
+            own = logs(batch[0]) if first else None
+            with torch.no_grad(), net.disabled():
+                reference = logs(batch[0])
+            own = logs(batch[0]) if own is None else own
+            ratio = (own - reference).gather(1, batch[1][:, None])
+            return -F.logsigmoid(0.1 * (ratio[:3] - ratio[3:])).mean()
+
+        return Loop(model, loss, torch.optim.AdamW([model.down.weight, model.up.weight], 0.05))
+
+    pattern(measurements)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_frozen_critic_in_a_generators_loss(planned: bool, measurements: Any) -> None:
+    """As in many GANs: gradients go through the critic, not to it; and where it is not thawed again."""
+
+    def pattern() -> Loop:
+        model, critic = mlp(), nn.Linear(3, 1)
+
+        def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+            critic.requires_grad_(False)
+            value = -critic(net(batch[0])).mean()
+            if planned:
+                critic.requires_grad_(True)
+            return value
+
+        return Loop(model, loss, adam(model), watched=lambda: [p.requires_grad for p in critic.parameters()])
+
+    (identical(plans=1) if planned else refused("and left so"))(pattern)(measurements)

@@ -164,6 +164,7 @@ class FunctionCall:
 
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_FREEZING = ("requires_grad_", "requires_grad.__set__")
 
 
 def add_hook(parameter: torch.Tensor, hook: Any) -> None:
@@ -462,6 +463,7 @@ class Execution:
         self.capture, self.trace = capture, trace
         self.fakes: list[torch.Tensor] = []
         self._number: dict[int, int] = {}
+        self._frozen: dict[int, Origin] = {}  # what the caller owns that was frozen, or no longer, and where
         capture.inside = lambda: Inner(self.trace, self.fakes)
         for seen, fake in capture.inputs():
             if not trace.leaves and compat.is_fake(seen) and seen is fake:
@@ -499,6 +501,8 @@ class Execution:
         if func == _SET_DATA and self._is_owned(args[0]):
             self.capture.set_data(fake_of(args[0]), fake_of(args[1]))
             return None
+        if name_of(func) in _FREEZING and self._is_owned(args[0]):
+            self._frozen.setdefault(self.trace.index[id(args[0])], self.capture.origin())
         try:
             with self.capture.executing(), self._inner(func), compat_capture.modes_asked():
                 made = self.capture.instead(func)
@@ -526,6 +530,16 @@ class Execution:
             self.fakes[n] = self.capture.owned(self.fakes[n])
             self._number.setdefault(id(self.fakes[n]), n)
         return True
+
+    def check_frozen(self) -> None:
+        """To be called when the code has run. Raises ``Unplannable`` where other tensors require a gradient than before:
+        a step trains what it was made for."""
+        for n, origin in self._frozen.items():
+            if self.fakes[n].requires_grad is not self.trace.tensors[n].requires_grad:
+                raise Unplannable(
+                    f"requires_grad of a parameter, buffer or constant set in a step at {origin}, and left so,",
+                    "the step trains what requires a gradient when it begins", "set it before the step",
+                )  # fmt: skip
 
     def add_hook(self, parameter: torch.Tensor, hook: Any) -> None:
         hook.register(self.fakes[self.trace.index[id(parameter)]], self.trace, self.fakes)

@@ -503,6 +503,7 @@ class _Code:
             numbers_of = new_numbers or {}
             return Asked(trace, None, spec, tuple(constants), rerun.bound, numbers_of, placed=self.placed)
         capture = self.captures[-1]
+        rerun.execution.check_frozen()
         fakes = rerun.execution.fakes
         loss = checked_loss(out)
         guards = len(capture.guards)

@@ -55,7 +55,7 @@ READS = {
 """Functions that hand contents to Python: of tensors that the step does not write, they are run in every step."""
 
 SHOWN = {"__repr__", "__format__", "__str__", "numpy", "__array__", "data_ptr", "__dlpack__"}
-_SETTERS = {"requires_grad.__set__", "requires_grad_", "grad.__set__", "set_", "resize_"}
+_SETTERS = {"grad.__set__", "set_", "resize_"}
 
 
 class _Differs(Exception):
@@ -515,10 +515,7 @@ class Rerun(TorchFunctionMode):
         own = n is None or n < self.trace.inputs or n in self.trace.constants
         if not own or compat.is_fake(args[0]):
             return
-        value = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        if name.startswith("requires_grad") and bool(value) == args[0].requires_grad:
-            return
-        if name == "grad.__set__" and value is None:
+        if name == "grad.__set__" and len(args) > 1 and args[1] is None:
             return
         raise Unplannable(
             f"{name.removesuffix('.__set__')} of a parameter, buffer or constant set in a step at {origin}",
