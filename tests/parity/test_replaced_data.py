@@ -65,7 +65,9 @@ def test_all_of_it_is_planned() -> None:
     import tightship
 
     model = MoCo()
-    step = tightship.fit(model, contrast, sgd(model), pairs(0), "100%", strict=True, seconds=1.0, progress=False)
+    step = tightship.fit(
+        model, contrast, sgd(model), pairs(0), "100%", strict=True, seconds=1.0, progress=False
+    )
     for k in range(3):
         step(pairs(k))
     measured = step.measure()
@@ -157,7 +159,11 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.down, self.up = nn.Linear(4, 3), nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.base, self.down, self.up = (
+            nn.Linear(4, 3),
+            nn.Linear(4, 2, bias=False),
+            nn.Linear(2, 3, bias=False),
+        )
         self.base.requires_grad_(False)
         self.enabled = True
 

@@ -21,17 +21,18 @@ _LOOKS: Final = 64
 
 
 class Divergence:
-    """Of a step that has collectives in it, and of which nobody has said how ranks train together. Where ranks begin with
-    the same parameters and have others after their first update, it warns, once: gradients that are not averaged make a
-    model of each rank's own, in eager as here. Ranks that begin with others (parts of their own making) mean it."""
+    """Of a step that has collectives in it, and of which nobody has said how ranks train together. Where ranks begin
+    with the same parameters and have others after their first update, it warns, once: gradients that are not averaged
+    make a model of each rank's own, in eager as here. Ranks that begin with others (parts of their own making) mean
+    it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._first, self._looks = "", 0
 
     def look(self, parameters: Iterable[torch.Tensor], level: int) -> None:
-        """Compares all ranks' parameters, before a step; all ranks call it. ``level`` is the caller's distance from the
-        code to be warned."""
+        """Compares all ranks' parameters, before a step; all ranks call it. ``level`` is the caller's distance from
+        the code to be warned."""
         if self._looks >= _LOOKS:
             return
         self._looks += 1
@@ -46,8 +47,8 @@ class Divergence:
 
 
 _DIFFERENT: Final = (
-    "ranks had the same parameters before the first update and have others after it, as in eager: nobody averages their "
-    "gradients. Give fit parallel=tightship.DataParallel() to train one model (or the model in "
+    "ranks had the same parameters before the first update and have others after it, as in eager: nobody averages "
+    "their gradients. Give fit parallel=tightship.DataParallel() to train one model (or the model in "
     "DistributedDataParallel); independent=True, if each rank is to train its own"
 )
 

@@ -1,9 +1,9 @@
 """Data that a step's code puts in the place of what its caller owns: ``p.data = …`` of a parameter, a buffer or a
 constant (a target network's weights).
 
-On stand-ins this is what it is in eager: ops that come after it read the new bytes, and so does what autograd has saved
-of the parameter itself. The caller's tensor stays where it lies. When gradients are there, so that nobody reads what it
-held before, the new bytes are written into it.
+On stand-ins this is what it is in eager: ops that come after it read the new bytes, and so does what autograd has
+saved of the parameter itself. The caller's tensor stays where it lies. When gradients are there, so that nobody reads
+what it held before, the new bytes are written into it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class ReplacedData:
     def __init__(self, tape: Tape, mode: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._tape, self._mode = tape, mode
         self._owned: list[_Owned] = []
-        self._written: set[int] = set()  # storages of which eager has another after the step, or that it has given
+        self._written: set[int] = (
+            set()
+        )  # storages of which eager has another after the step, or that it has given
         for name, fake in named:
             self.own(name, fake)
 
@@ -57,7 +59,9 @@ class ReplacedData:
                 v, now = one.value, compat.another(one.fake)
                 check_data(one.name, v, now)
                 device = compat.device_of_fake(one.fake)
-                home = compat.blank_like(self._mode, v.shape, v.stride, v.offset, v.dtype, device, one.storage)
+                home = compat.blank_like(
+                    self._mode, v.shape, v.stride, v.offset, v.dtype, device, one.storage
+                )
                 one.fake.data = home
                 pairs.append((home, now))
         given = [self._tape.storage(self._tape.value(now)) for _, now in pairs]
@@ -82,7 +86,7 @@ class ReplacedData:
         of others, or in those that were there: later changes would be seen there otherwise than in eager."""
         if any(self._tape.storage(v) in self._written for v in values):
             raise Unplannable(
-                "a tensor that shares bytes with data that the step sets (p.data = …), or with what was there before,",
+                "a tensor in the bytes of data that the step sets (p.data = …), or of what was there before,",
                 "it would change with the parameter otherwise than in eager",
                 "hand back a copy (clone()), or write with .data.copy_(…)",
             )  # fmt: skip
@@ -96,6 +100,4 @@ def check_data(name: str, own: TapeValue, data: torch.Tensor) -> None:
         what = f"with strides {tuple(data.stride())} instead of {own.stride}"
     else:
         return
-    raise Unplannable(
-        f"the data of {name!r}, set in a step,", f"they are {what}", "set it before the step"
-    )
+    raise Unplannable(f"the data of {name!r}, set in a step,", f"they are {what}", "set it before the step")

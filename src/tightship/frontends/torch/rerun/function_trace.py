@@ -520,8 +520,8 @@ class Execution:
         return map_tensors(self._seen, out)
 
     def _is_owned(self, tensor: torch.Tensor) -> bool:
-        """Whether the caller has a tensor: a parameter, a buffer or a constant, for which a fake tensor stands from here
-        on, so that it can lie elsewhere."""
+        """Whether the caller has a tensor: a parameter, a buffer or a constant, for which a fake tensor stands from
+        here on, so that it can lie elsewhere."""
         if compat.is_fake(tensor) or compat.is_functorch(tensor):
             return False
         n = self.trace.index.get(id(tensor))
@@ -532,8 +532,8 @@ class Execution:
         return True
 
     def check_frozen(self) -> None:
-        """To be called when the code has run. Raises ``Unplannable`` where other tensors require a gradient than before:
-        a step trains what it was made for."""
+        """To be called when the code has run. Raises ``Unplannable`` where other tensors require a gradient than
+        before: a step trains what it was made for."""
         for n, origin in self._frozen.items():
             if self.fakes[n].requires_grad is not self.trace.tensors[n].requires_grad:
                 raise Unplannable(

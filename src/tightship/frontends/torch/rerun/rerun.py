@@ -529,8 +529,8 @@ def _decisive(calls: Sequence[FunctionCall]) -> list[Any]:
 
 
 def _has_already(trace: FunctionTrace, tensor: torch.Tensor, data: Any) -> bool:
-    """Whether what a tensor's data is set to is what was read there, and is there still: so modules move parameters to
-    where they are."""
+    """Whether what a tensor's data is set to is what was read there, and is there still: so modules move parameters
+    to where they are."""
     for c in reversed(trace.calls):
         if name_of(c.func) == "data.__set__" and c.args[0] is tensor and c.kind != "nothing":
             return False
