@@ -7,7 +7,8 @@ import pytest
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
 OF_STEPS = (
-    "losses_that_send", "by_nobody", "written_in_steps", "other_branches", "put_and_found", "compressed", "added_up_apart",
+    "losses_that_send", "by_nobody", "written_in_steps", "other_branches", "put_and_found", "compressed",
+    "added_up_apart",
 )  # fmt: skip
 TOGETHER = (
     "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "grouped_by_one", "logged", "adversaries",
