@@ -151,6 +151,7 @@ class StepCapture(Capture):
             with self._stepping_in_hooks():
                 gradients = self._gradients(loss, wanted, leaves)
             self._late += self._replaced_data.restored()
+            self._replaced_data.written((self.tape.value(b), self.tape.value(now)) for b, now in self._late)
             self._write_back(self._late, self._given)
         self._replaced_data.check_handed_back(values)
         made: list[str] = []

@@ -81,14 +81,27 @@ class ReplacedData:
                     "set a copy (clone()), or write with .data.copy_(…)",
                 )  # fmt: skip
 
+    def written(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Takes in what is written behind the backward pass: the caller's value, and what goes there.
+
+        Raises ``Unplannable`` where one tensor goes to several places, which in eager are one from then on.
+        """
+        rows = [(self._tape.storage(own), self._tape.storage(now)) for own, now in pairs]
+        if len({now for _, now in rows}) < len({*rows}):
+            raise Unplannable(
+                "one tensor in the place of several buffers or parameters",
+                "in eager they share bytes from then on, and each would follow what is written to the others",
+                "put a copy there (clone())",
+            )  # fmt: skip
+        self._written |= {own for own, _ in rows}
+
     def check_handed_back(self, values: Iterable[int]) -> None:
         """Raises ``Unplannable`` where the step hands back, or keeps, a tensor in bytes that it has put in the place
-        of others, or in those that were there: later changes would be seen there otherwise than in eager."""
+        of others, or in those that were there: what is written there would be seen otherwise than in eager."""
         if any(self._tape.storage(v) in self._written for v in values):
             raise Unplannable(
-                "a tensor in the bytes of data that the step sets (p.data = …), or of what was there before,",
-                "it would change with the parameter otherwise than in eager",
-                "hand back a copy (clone()), or write with .data.copy_(…)",
+                "a tensor handed back in the bytes of what the step replaces (p.data = …, a buffer), or puts there,",
+                "what is written there would be seen otherwise than in eager", "hand back a copy (clone())",
             )  # fmt: skip
 
 
