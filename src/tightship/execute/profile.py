@@ -43,6 +43,9 @@ from tightship.graph import ALIGNMENT, Op, Request, aligned
 from tightship.machine import BANDWIDTH, FLOPS, OVERHEAD, modeled_time
 from tightship.options import Deadline
 
+_OWN_UPDATE: Final = (
+    "call step.backward(batch) and the optimizer's own step() (fit with None for the optimizer)"
+)
 _REFUSES: Final = (RuntimeError, ValueError, TypeError, IndexError)
 """What an op raises for contents that it does not run on."""
 _HEAVY: Final = 10**7
@@ -376,9 +379,9 @@ class _Profiler:
         try:
             yield
         except _REFUSES as error:
-            raise Unplannable(
-                self.where(k), f"it does not run on tensors like those of the step: {error}"
-            ) from error
+            why = f"it does not run on tensors like those of the step: {error}"
+            updates = self.graph.ops[k].phase == "update"
+            raise Unplannable(self.where(k), why, _OWN_UPDATE if updates else "") from error
 
     def work(self, k: int, call: Call, device: str, *, ones: bool = False) -> Callable[[], list[Any]]:
         contents = self.program.samples.get(k)
