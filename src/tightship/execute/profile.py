@@ -37,15 +37,13 @@ from tightship.execute.speeds import device_speeds, speeds
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.collectives import Collective, unsent
 from tightship.frontends.torch.optimizer.copy import traits
+from tightship.frontends.torch.optimizer.probe import BY_ITSELF
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, mismatch, refs_in
 from tightship.graph import ALIGNMENT, Op, Request, aligned
 from tightship.machine import BANDWIDTH, FLOPS, OVERHEAD, modeled_time
 from tightship.options import Deadline
 
-_OWN_UPDATE: Final = (
-    "call step.backward(batch) and the optimizer's own step() (fit with None for the optimizer)"
-)
 _REFUSES: Final = (RuntimeError, ValueError, TypeError, IndexError)
 """What an op raises for contents that it does not run on."""
 _HEAVY: Final = 10**7
@@ -381,7 +379,7 @@ class _Profiler:
         except _REFUSES as error:
             why = f"it does not run on tensors like those of the step: {error}"
             updates = self.graph.ops[k].phase == "update"
-            raise Unplannable(self.where(k), why, _OWN_UPDATE if updates else "") from error
+            raise Unplannable(self.where(k), why, BY_ITSELF if updates else "") from error
 
     def work(self, k: int, call: Call, device: str, *, ones: bool = False) -> Callable[[], list[Any]]:
         contents = self.program.samples.get(k)

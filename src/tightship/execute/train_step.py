@@ -193,7 +193,7 @@ class TrainStep(TrainVariants):
             warnings.warn(note, Fallback, stacklevel=level)
             return None
 
-    def _fall_back(self, no: Unplannable | Infeasible) -> str:
+    def _fall_back(self, no: Unsupported | BadInput | Infeasible) -> str:
         """From now on steps run in eager. Returns what is said of it."""
         self._unplanned = self._in_eager = Unplanned(no)
         self._variants.clear()
@@ -303,7 +303,11 @@ class TrainStep(TrainVariants):
             try:
                 with self._as_preparing():
                     self._prepare_now(batch)
-            except (Unplannable, Infeasible) as no:  # as before: `fit` has said that the budget is not kept
+            except (
+                Unsupported,
+                BadInput,
+                Infeasible,
+            ) as no:  # as before: it was said that the budget is not kept
                 self._fall_back(no)
         unplanned = self._in_eager = self._unplanned or self._for_now()
         if unplanned is not None:
