@@ -113,6 +113,10 @@ class TrainVariants(Prepared):
         if self._replicas is not None:
             self._replicas.ddp = ddp
 
+    @property
+    def _may_move(self) -> bool:
+        return super()._may_move and (self._replicas is None or not self._replicas.shards)
+
     def _on_replaced(self) -> None:
         self._owned, self._updates, self._has_no_update = Owned(self.model, self._bring_back), None, False
 
