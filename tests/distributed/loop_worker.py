@@ -138,6 +138,44 @@ def losses_that_send() -> Any:
     return rows
 
 
+def by_nobody() -> Any:
+    """A contrastive loss over all ranks of a plain model, whose gradients nobody averages; one that each rank has its
+    own part of from the start; and one that is averaged by hand."""
+    rows = {}
+    for how in ("alike", "parts", "by hand", "independent", "averaged"):
+        m = model()
+        if how == "parts":
+            with torch.no_grad():
+                m[0].weight.add_(dist.get_rank())
+        o, given = torch.optim.SGD(m.parameters(), 0.1), batches(4)
+        by_hand = how == "by hand"
+        options = {
+            "independent": {"independent": True},
+            "averaged": {"parallel": tightship.DataParallel()},
+        }.get(how, {})
+
+        def fitted(
+            m: Any = m, o: Any = o, given: Any = given, hand: bool = by_hand, more: Any = options
+        ) -> Any:
+            step = tightship.fit(m, reduced, None if hand else o, given[0], "200%", seconds=1.0, **more)
+            for b in given:
+                if not hand:
+                    step(b)
+                    continue
+                step.backward(b)
+                for p in m.parameters():
+                    dist.all_reduce(p.grad)
+                o.step()
+                o.zero_grad()
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            error = caught(fitted)
+        texts = [f"{Path(w.filename).name} {w.message}" for w in said if "same parameters" in str(w.message)]
+        rows[how] = {"error": error["text"], "said": texts}
+    return rows
+
+
 # --- gradients that are sent in another type ---
 
 

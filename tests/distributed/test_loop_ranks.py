@@ -7,7 +7,8 @@ import pytest
 from support.ranks import Rows, as_planned, run, seconds_to_error
 
 OF_STEPS = (
-    "losses_that_send", "written_in_steps", "other_branches", "put_and_found", "compressed", "added_up_apart",
+    "losses_that_send", "by_nobody", "written_in_steps", "other_branches", "put_and_found", "compressed",
+    "added_up_apart",
 )  # fmt: skip
 TOGETHER = (
     "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "grouped_by_one", "logged", "adversaries",
@@ -38,6 +39,16 @@ def test_losses_send_as_their_code_says_it(steps: Rows) -> None:
             for what, eager in one["eager"].items():
                 assert one["fit"][what] == eager, (name, what)
             as_planned(one["fit"]["measure"])
+
+
+def test_ranks_that_drift_apart_are_told_once(steps: Rows) -> None:
+    """As in eager, where each rank then trains a model of its own without a word."""
+    for row in steps["by_nobody"]:
+        assert all(not one["error"] for one in row.values())
+        (said,) = row["alike"]["said"]
+        assert said.startswith("loop_worker.py ranks had the same parameters before the first update")
+        assert "parallel=tightship.DataParallel()" in said
+        assert not any(row[how]["said"] for how in ("parts", "by hand", "independent", "averaged"))
 
 
 def test_gradients_are_averaged_in_the_type_that_torchs_hooks_send(steps: Rows) -> None:

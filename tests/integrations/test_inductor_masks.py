@@ -144,6 +144,49 @@ def test_op_by_op_writes_under_masks_take_what_was_planned_and_are_eagers(budget
     assert all(map(torch.equal, found, train(other, other)))
 
 
+TURNED = {
+    "rows": lambda y, mask, x: y.transpose(0, 1).__setitem__(mask[..., 0].t(), 0.5),
+    "a mask that lies otherwise": lambda y, mask, x: y.permute(2, 0, 1).__setitem__(
+        mask.permute(2, 0, 1).contiguous(), 0.5
+    ),
+    "a mask alone that lies otherwise": lambda y, mask, x: y.__setitem__(
+        mask.permute(2, 0, 1).contiguous().permute(1, 2, 0), 0.5
+    ),
+    "a copy": lambda y, mask, x: y.transpose(0, 1).copy_(x.transpose(0, 1).contiguous()),
+    "a copy of another type": lambda y, mask, x: y.permute(2, 0, 1).copy_(x.double().permute(2, 0, 1)),
+    "one row for all": lambda y, mask, x: y.permute(1, 0, 2).copy_(x[:, 0]),
+}
+
+
+@pytest.mark.parametrize("write", TURNED.values(), ids=TURNED)
+def test_op_by_op_what_is_written_to_a_turned_view_lies_there(write):
+    """Sums over what lies otherwise add up in another order; views of it may not be there at all."""
+
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.norm, self.last = nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 24)
+
+        def forward(self, x, mask):
+            y = self.first(x)
+            write(y, mask, x)
+            return self.last(self.norm(y)).tanh()
+
+    def train(call, model):
+        found = []
+        for k in range(2):
+            x = numbers(6, 10, 24, seed=k)
+            loss = call(x, x > 0.5).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return found
+
+    model, other = Written(), Written()
+    call = torch.compile(model, backend="tightship", options={**OPTIONS, "mode": "exact"})
+    assert all(map(torch.equal, train(call, model), train(other, other)))
+
+
 def test_what_is_written_under_a_mask_lies_as_it_did():
     x = numbers(4, 6, 5).permute(2, 0, 1)
     found = compat_inductor_masks._index_put(x, [x[..., 0] > 0], numbers(6, seed=1))

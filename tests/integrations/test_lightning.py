@@ -19,7 +19,7 @@ QUICK = {"seconds_per_op": 0.0005, "seconds": 20.0, "work": 500_000, "strict": T
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_what_fabric_has_set_up_is_planned_as_it_is(precision):
     """Its module is called, its optimizer is the one inside."""
     fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)

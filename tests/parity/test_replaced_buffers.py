@@ -108,6 +108,26 @@ def test_a_buffer_that_becomes_a_parameter():
     return trained(Replacing(same))
 
 
+@refused("handed back in the bytes of what the step replaces")
+def test_a_buffer_that_is_handed_back_and_replaced():
+    """In eager what was handed back is what it held; here it would hold what is written there."""
+    model = Recurrent()
+
+    def loss(net, batch):
+        before = net.h
+        return nn.functional.cross_entropy(net(batch[0]), batch[1]), before
+
+    return Loop(model, loss, adam(model))
+
+
+@refused("one tensor in the place of several buffers")
+def test_two_buffers_that_become_one():
+    def same(net, out):
+        net.a = net.b = out.detach()[:3] * 1.0
+
+    return trained(Replacing(same))
+
+
 # --- buffers that the first step makes, or makes larger -----------------------------------------------------------
 
 

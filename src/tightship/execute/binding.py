@@ -40,7 +40,7 @@ class Identity:
         self._objects = self._held()  # kept, or another could get the address of one that is gone
         tensors = (*model.parameters(), *model.buffers()) if trains else ()
         self._tensors = [t for t in tensors if t.layout is torch.strided]
-        self._known = self._now()
+        self._known, self._places = self._now(), self._where()
 
     def _held(self) -> list[Any]:
         return list(chain.from_iterable([m.values() for m in self._members]))
@@ -56,9 +56,29 @@ class Identity:
         tensors, settings = self._known
         rows = zip(self._tensors, tensors, strict=True)
         self._known = [(t.data_ptr(), trained) for t, (_, trained) in rows], settings
+        self._places = self._where()
 
-    def changed(self) -> str | None:
-        """What is different now, for people; None if nothing is."""
+    def _where(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """The storage of each tensor, weakly, and what a program depends on of it beside the contents."""
+        return [(compat.storage_reference(t), _form(t)) for t in self._tensors]
+
+    def _moved_alone(self) -> bool:
+        """Whether all that is different is that tensors lie elsewhere, and neither where they were nor where they are
+        anything else does: so averages of weights are put in their place (``p.data = …``)."""
+        tensors, settings = self._known
+        if self._optimizer is not None and optimizer_settings(self._optimizer) != settings:
+            return False
+        for t, (place, trained), (storage, form) in zip(self._tensors, tensors, self._places, strict=True):
+            if t.requires_grad is not trained:
+                return False
+            if t.data_ptr() != place and not (
+                storage.expired() and compat.is_alone(t) and not compat.is_borrowed(t) and _form(t) == form
+            ):
+                return False
+        return True
+
+    def changed(self, *, moves: bool = False) -> str | None:
+        """What is different now, for people; None if nothing is, or if tensors have moved and may (``moves``)."""
         if not _same_objects(self._held(), self._objects) or any(self._empty):
             return "a module, parameter or buffer of the model was added or replaced"
         what = (
@@ -66,7 +86,11 @@ class Identity:
             "the optimizer's parameter groups changed, or what is called around its step",
         )
         pairs = zip(what, self._now(), self._known, strict=True)
-        return next((text for text, now, known in pairs if now != known), None)
+        found = next((text for text, now, known in pairs if now != known), None)
+        if found is not None and moves and self._moved_alone():
+            self.moved()
+            return None
+        return found
 
     def modes(self) -> tuple[Any, ...]:
         """What else decides which ops eager would run: training modes, autocast, threads, types by default, …."""
@@ -132,6 +156,11 @@ def _same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def _copied(container: Any) -> dict[Any, Any]:
     held = contents(container)
     return dict(enumerate(held)) if isinstance(held, list) else held
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    nbytes = tensor.untyped_storage().nbytes()
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.storage_offset(), nbytes
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -36,7 +36,7 @@ from tightship.execute.shards import (
     take_over,
     take_over_placed,
 )
-from tightship.frontends.torch import compat, compat_ddp, compat_distributed
+from tightship.frontends.torch import compat, compat_ddp, compat_distributed, compat_fully_shard
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.collectives import (
     Division,
@@ -241,13 +241,13 @@ def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> 
         rule = "the policy of fully_shard (MixedPrecisionPolicy) has a reduce_dtype of its own: leave it out here"
         raise BadInput(rule, parallel.reduce_dtype, "fit(parallel=…)")
     instead = "leave that out, or give fit the plain model and parallel=tightship.DataParallel(shard=True)"
-    if trained := compat_distributed.left_out(model):
+    if trained := compat_fully_shard.left_out(model):
         raise Unsupported(
             f"the parameter {trained[0]!r}, which fully_shard has left out ({len(trained)} in all),",
             "its gradients would differ between ranks",
             "call fully_shard on the whole model last, or freeze it (requires_grad_(False))",
         )  # fmt: skip
-    if options := compat_distributed.fully_shard_options(model):
+    if options := compat_fully_shard.fully_shard_options(model):
         why = "fit divides the rows of parameters among ranks of a mesh of all, in their own type"
         raise Unsupported(f"a model in fully_shard with {', '.join(options)}", why, instead)
     recurrent = next((n for n, m in model.named_modules() if isinstance(m, torch.nn.RNNBase)), None)

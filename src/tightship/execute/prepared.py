@@ -322,7 +322,7 @@ class Prepared(NotCopied, Shown):
 
     def _renew(self) -> None:
         """Forgets what was captured of a model or optimizer that has other parts now."""
-        why = self._identity.changed()
+        why = self._identity.changed(moves=self._may_move)
         if why is not None:
             self._streams.bring_back()
             where = self._streams.folder, self._streams.pinned
@@ -331,6 +331,11 @@ class Prepared(NotCopied, Shown):
             self._variants.clear()
             self._identity = Identity(self.model, self.optimizer, trains=self._identity.trains)
             self._on_replaced()
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether it makes no difference where parameters lie between steps."""
+        return not self.settings.stream
 
     def _on_replaced(self) -> None:
         """Called when the model or the optimizer has other parts."""

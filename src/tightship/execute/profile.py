@@ -37,6 +37,7 @@ from tightship.execute.speeds import device_speeds, speeds
 from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.collectives import Collective, unsent
 from tightship.frontends.torch.optimizer.copy import traits
+from tightship.frontends.torch.optimizer.probe import BY_ITSELF
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, mismatch, refs_in
 from tightship.graph import ALIGNMENT, Op, Request, aligned
@@ -376,9 +377,9 @@ class _Profiler:
         try:
             yield
         except _REFUSES as error:
-            raise Unplannable(
-                self.where(k), f"it does not run on tensors like those of the step: {error}"
-            ) from error
+            why = f"it does not run on tensors like those of the step: {error}"
+            updates = self.graph.ops[k].phase == "update"
+            raise Unplannable(self.where(k), why, BY_ITSELF if updates else "") from error
 
     def work(self, k: int, call: Call, device: str, *, ones: bool = False) -> Callable[[], list[Any]]:
         contents = self.program.samples.get(k)

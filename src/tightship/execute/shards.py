@@ -18,7 +18,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.execute.parts_in_hand import NoParts, Parts, WrittenThrough, reading, telling_parameters
-from tightship.frontends.torch import compat_capture, compat_distributed
+from tightship.frontends.torch import compat_capture, compat_distributed, compat_fully_shard
 from tightship.frontends.torch.collectives import (
     Division,
     gathered,
@@ -495,9 +495,9 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
     parts: dict[int, torch.nn.Parameter] = {}
     done: dict[int, Part] = {}
     chosen: dict[torch.nn.Module, dict[str, Part]] = {}
-    rows, casts = compat_distributed.fully_sharded(model), compat_distributed.fully_shard_casts(model)
-    methods = compat_distributed.forward_methods(model)
-    compat_distributed.undo_fully_shard(model)
+    rows, casts = compat_fully_shard.fully_sharded(model), compat_fully_shard.fully_shard_casts(model)
+    methods = compat_fully_shard.forward_methods(model)
+    compat_fully_shard.undo_fully_shard(model)
     for row in rows:
         p = row.parameter
         spec = p.device_mesh, tuple(p.placements)

@@ -13,6 +13,7 @@ import torch
 from tightship.errors import BadInput, Infeasible, Unplannable, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.data_parallel import DataParallel, load, saved
+from tightship.execute.divergence import Divergence
 from tightship.execute.eager import Unplanned, differences, random_states, run_eager, tensors_by_name
 from tightship.execute.interpreter import Fallback, PeakMismatch, RunStats
 from tightship.execute.parts import (
@@ -82,6 +83,8 @@ class TrainStep(TrainVariants):
         self._unplanned: Unplanned | None = None
         self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
         self._tries_again = False  # to plan what could not be planned as the model was
+        alone = ranks is not None and self._replicas is None and not settings.stream
+        self._divergence = Divergence(ranks) if ranks is not None and alone else None
 
     @property
     def _latest(self) -> Variant:
@@ -190,7 +193,7 @@ class TrainStep(TrainVariants):
             warnings.warn(note, Fallback, stacklevel=level)
             return None
 
-    def _fall_back(self, no: Unplannable | Infeasible) -> str:
+    def _fall_back(self, no: Unsupported | BadInput | Infeasible) -> str:
         """From now on steps run in eager. Returns what is said of it."""
         self._unplanned = self._in_eager = Unplanned(no)
         self._variants.clear()
@@ -293,12 +296,18 @@ class TrainStep(TrainVariants):
         """What the step returns, or its backward pass with the gradients ``held`` so far; compared with eager's,
         which runs first, in every so many steps. Gradients that the program hands back are left with their
         parameters."""
+        if self._divergence is not None:
+            self._divergence.look((p for _, p in self._owned.parameters if p.requires_grad), _callers_level())
         if self._tries_again:
             self._tries_again = False
             try:
                 with self._as_preparing():
                     self._prepare_now(batch)
-            except (Unplannable, Infeasible) as no:  # as before: `fit` has said that the budget is not kept
+            except (
+                Unsupported,
+                BadInput,
+                Infeasible,
+            ) as no:  # as before: it was said that the budget is not kept
                 self._fall_back(no)
         unplanned = self._in_eager = self._unplanned or self._for_now()
         if unplanned is not None:
@@ -353,10 +362,7 @@ class TrainStep(TrainVariants):
         note = f"{under} steps run in eager, where the budget is not kept"
         if note not in self._notes:
             self._notes.append(note)
-            level, frame = 1, sys._getframe()
-            while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-                level, frame = level + 1, frame.f_back
-            warnings.warn(note, Fallback, stacklevel=level)
+            warnings.warn(note, Fallback, stacklevel=_callers_level())
         return Unplanned(Unsupported(*what))
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
@@ -519,6 +525,14 @@ class TrainStep(TrainVariants):
                 f"{what} takes {format_bytes(nbytes)}, beyond the budget of {format_bytes(self._limit)}",
                 PeakMismatch, stacklevel=6,
             )  # fmt: skip
+
+
+def _callers_level() -> int:
+    """How far away from the function that calls this the code is that calls the step, as ``warnings.warn`` counts."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -52,6 +52,7 @@ from tightship.frontends.torch.capture.checks import DATA_PARALLEL, check_hooks,
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import capture_update
+from tightship.frontends.torch.fabric import modules_of_fabric, without_backward_checks
 from tightship.frontends.torch.optimizer.updates import SeveralUpdates, Updates, updaters
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
@@ -101,7 +102,7 @@ class TrainVariants(Prepared):
             self.loop = replace(self.loop, total_norm=self._replicas.norm)
             late = self.loop.in_parts or self.loop.clip_norm is not None
             self._replicas.late(late and not self._split and self.loop.clip_value is None)
-        self._owned = Owned(model, self._bring_back)
+        self._owned, self._of_fabric = Owned(model, self._bring_back), modules_of_fabric(model)
         self._preparing = False
         self._updates: Updates | SeveralUpdates | None = None
         self._has_no_update = False
@@ -111,6 +112,10 @@ class TrainVariants(Prepared):
         compat_ddp.let_go_of_buckets(ddp)
         if self._replicas is not None:
             self._replicas.ddp = ddp
+
+    @property
+    def _may_move(self) -> bool:
+        return super()._may_move and (self._replicas is None or not self._replicas.shards)
 
     def _on_replaced(self) -> None:
         self._owned, self._updates, self._has_no_update = Owned(self.model, self._bring_back), None, False
@@ -264,6 +269,8 @@ class TrainVariants(Prepared):
 
     def _loss(self, batch: Any) -> Any:
         loss, scaler = loss_function(self.loss_fn, batch), self.loop.scaler
+        if self._of_fabric:
+            loss = _as_fabric_runs_it(loss, self._of_fabric)
         if self._replicas is not None:
             loss = _of_replica(loss, self._replicas)
         elif compat_distributed.world_size() > 1:
@@ -583,6 +590,16 @@ def _of_replica(loss: LossFn, replicas: Replicas) -> LossFn:
             return loss(model, batch)
 
     return of_replica
+
+
+def _as_fabric_runs_it(loss: LossFn, modules: Sequence[Any]) -> LossFn:
+    """Of a model that ``fabric.setup`` has given: the step is what ``fabric.backward`` would run."""
+
+    def of_fabric(model: torch.nn.Module, batch: Any) -> Any:
+        with without_backward_checks(modules):
+            return loss(model, batch)
+
+    return of_fabric
 
 
 def _of_itself(loss: LossFn, trained: Collection[int]) -> LossFn:

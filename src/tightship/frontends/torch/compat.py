@@ -162,14 +162,14 @@ def is_of_the_past(node: Any) -> bool:
 
 def blank_like(
     mode: Any, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: Any,
-    source: torch.Tensor | None = None,
+    source: torch.Tensor | torch.UntypedStorage | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """A fake tensor of ``mode`` in a storage of its own, or in that of ``source``: what a dispatched op would return,
-    at a tenth of what it takes to dispatch one."""
+    """A fake tensor of ``mode`` in a storage of its own, or in ``source`` (that of a tensor, or itself): what a
+    dispatched op would return, at a tenth of what it takes to dispatch one."""
     with torch._C._DisableTorchDispatch():
         elem = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     if source is not None:
-        storage = source.untyped_storage()
+        storage = source.untyped_storage() if isinstance(source, torch.Tensor) else source
         with _fake.in_kernel_invocation_manager(mode):
             elem.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
     states: dict[Any, dict[str, Any]] = mode.__dict__.setdefault("_states_of_blanks", {})

@@ -23,7 +23,14 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture, compat_ddp, compat_distributed, compat_inductor
+from tightship.frontends.torch import (
+    compat,
+    compat_capture,
+    compat_ddp,
+    compat_distributed,
+    compat_fully_shard,
+    compat_inductor,
+)
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided
 from tightship.frontends.torch.capture.sparse import LoopSparse, parts_of
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -426,7 +433,7 @@ class EagerLoop(Capture):
             enter(self.recorder)
             enter(self._swapped(fakes))
             self.tape.there = "parameter"
-            enter(compat_distributed.sharding_stand_ins(self.model))
+            enter(compat_fully_shard.sharding_stand_ins(self.model))
             self.tape.there = ""
             if compat_distributed.distributed_by(self.model):
                 enter(compat_distributed.captured_alike())

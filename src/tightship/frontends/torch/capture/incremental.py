@@ -15,6 +15,7 @@ from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.checks import check_held
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.parts_written import check_gathered
+from tightship.frontends.torch.capture.replaced_data import ReplacedData, check_data
 from tightship.frontends.torch.capture.step import Capture, tensors_of
 from tightship.frontends.torch.capture.tape import Origin, TapeValue
 from tightship.frontends.torch.collectives import Division, reduced, share
@@ -65,6 +66,8 @@ class StepCapture(Capture):
         self.ending, self.tape.repeats = ending, ending.repeats
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._given = self._fakes(ending.held.values())
+        named = (*self._given.parameters.items(), *self._given.buffers.items())
+        self._replaced_data = ReplacedData(self.tape, self.mode, named)
 
     @property
     def stand_ins(self) -> Any:
@@ -109,6 +112,19 @@ class StepCapture(Capture):
         """To be taken down behind the backward pass."""
         self._late.append((buffer, now))
 
+    def owned(self, constant: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that stands for a constant to which other data are given."""
+        fake = self.recorder.fake_of(constant)
+        self._replaced_data.own("a tensor that is not the model's", fake)
+        return fake
+
+    def set_data(self, own: torch.Tensor, data: torch.Tensor) -> None:
+        """Other data for what the caller owns: written there behind the backward pass."""
+        data = self.recorder.fake_of(data)
+        check_data(str(self.origin()), self.tape.values[self.tape.value(own)], data)
+        with compat.without_modes():
+            own.data = data
+
     def resume(self) -> None:
         self.tracker.resume()
 
@@ -134,7 +150,10 @@ class StepCapture(Capture):
             values = [self.tape.value(compat_distributed.own_part(t)) for t in (*results, loss)]
             with self._stepping_in_hooks():
                 gradients = self._gradients(loss, wanted, leaves)
+            self._late += self._replaced_data.restored()
+            self._replaced_data.written((self.tape.value(b), self.tape.value(now)) for b, now in self._late)
             self._write_back(self._late, self._given)
+        self._replaced_data.check_handed_back(values)
         made: list[str] = []
         norm: torch.Tensor | None = None
         check_held(held, gradients)
@@ -153,10 +172,12 @@ class StepCapture(Capture):
             notes = [*notes, *self._updated(ending.updates, self._given, gradients)]
         last = [gradients[n] for n in made] if norm is None else [norm]
         tape, guards, name, ends = self.tape, self.recorder.guards, self.name, [*map(self.tape.value, last)]
-        batch = BatchSpec.of(self.batch)
+        batch, replaced = BatchSpec.of(self.batch), self._replaced_data
 
         def program(kept: Sequence[TapeValue]) -> Program:
-            handed_back = [*values[:-1], *map(tape.intern, kept), *ends]
+            known = [*map(tape.intern, kept)]
+            replaced.check_handed_back(known)
+            handed_back = [*values[:-1], *known, *ends]
             captured = finish(
                 tape, handed_back, result_spec=spec, name=name, guards=guards, batch=batch, notes=notes,
                 losses=values[-1:], sums=True, whole_batch=False,

@@ -373,14 +373,16 @@ def origin_of(n: Node) -> Origin:
 
 
 def _copied(like: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """``aten.copy`` without its copy of everything around ``like``, whose strides and offset it would
-    keep."""
+    """``aten.copy`` without its copy of everything around ``like``: dimensions lie in memory in the order in which
+    they do there."""
     del non_blocking
     whole = source if source.shape == like.shape else source.expand(like.shape)
+    dims = range(like.dim())
+    order = sorted(dims, key=lambda d: -like.stride(d)) if compat.is_dense(like) else [*dims]
     new: torch.Tensor = torch.ops.aten._to_copy.default(
-        whole, dtype=like.dtype, device=like.device, memory_format=torch.contiguous_format
+        whole.permute(order), dtype=like.dtype, device=like.device, memory_format=torch.contiguous_format
     )
-    return new
+    return new.permute([order.index(d) for d in dims])
 
 
 def _batch_norm(

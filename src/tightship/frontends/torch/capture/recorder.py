@@ -182,9 +182,13 @@ class Recorder(compat.TorchDispatchMode):
     def contents(self, tensor: torch.Tensor, fn: Any) -> torch.Tensor:
         """The data of a tensor on which the ops to come depend, read for ``fn`` and guarded."""
         origin = self._tracker.here()
+        return self.questions.contents(self.tape.value(self.fake_of(tensor)), fn, origin)
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor that may be a constant of the program."""
         with compat.without_modes():
-            fake = self._faked(tensor)
-        return self.questions.contents(self.tape.value(fake), fn, origin)
+            fake: torch.Tensor = self._faked(tensor)
+        return fake
 
     def _asked(self) -> int:
         """The function's call that this op, or the op whose gradient it computes, belongs to."""

@@ -163,6 +163,10 @@ class FunctionCall:
         return type(self.answer) in (int, float) and len(self.guards) == 1 and not self.guards[0].requests
 
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_FREEZING = ("requires_grad_", "requires_grad.__set__")
+
+
 def add_hook(parameter: torch.Tensor, hook: Any) -> None:
     """Asks that ``hook`` (a ``live_step.GradientHook``) be called in the backward pass when ``parameter`` gets its
     gradient."""
@@ -446,6 +450,8 @@ class Capturing(Protocol):
     def place(self, origin: Origin | None) -> None: ...
     def asking(self, number: int) -> None: ...
     def write_back(self, buffer: torch.Tensor, now: torch.Tensor) -> None: ...
+    def owned(self, constant: torch.Tensor) -> torch.Tensor: ...
+    def set_data(self, own: torch.Tensor, data: torch.Tensor) -> None: ...
     def resume(self) -> None: ...
 
 
@@ -457,6 +463,7 @@ class Execution:
         self.capture, self.trace = capture, trace
         self.fakes: list[torch.Tensor] = []
         self._number: dict[int, int] = {}
+        self._frozen: dict[int, Origin] = {}  # what the caller owns that was frozen, or no longer, and where
         capture.inside = lambda: Inner(self.trace, self.fakes)
         for seen, fake in capture.inputs():
             if not trace.leaves and compat.is_fake(seen) and seen is fake:
@@ -491,6 +498,11 @@ class Execution:
             return self.fakes[self.constant(t)]
 
         self.capture.asking(len(self.trace.calls))
+        if func == _SET_DATA and self._is_owned(args[0]):
+            self.capture.set_data(fake_of(args[0]), fake_of(args[1]))
+            return None
+        if name_of(func) in _FREEZING and self._is_owned(args[0]):
+            self._frozen.setdefault(self.trace.index[id(args[0])], self.capture.origin())
         try:
             with self.capture.executing(), self._inner(func), compat_capture.modes_asked():
                 made = self.capture.instead(func)
@@ -506,6 +518,28 @@ class Execution:
                 ) from error
             raise
         return map_tensors(self._seen, out)
+
+    def _is_owned(self, tensor: torch.Tensor) -> bool:
+        """Whether the caller has a tensor: a parameter, a buffer or a constant, for which a fake tensor stands from
+        here on, so that it can lie elsewhere."""
+        if compat.is_fake(tensor) or compat.is_functorch(tensor):
+            return False
+        n = self.trace.index.get(id(tensor))
+        n = self.constant(tensor) if n is None else n
+        if not compat.is_fake(self.fakes[n]):
+            self.fakes[n] = self.capture.owned(self.fakes[n])
+            self._number.setdefault(id(self.fakes[n]), n)
+        return True
+
+    def check_frozen(self) -> None:
+        """To be called when the code has run. Raises ``Unplannable`` where other tensors require a gradient than
+        before: a step trains what it was made for."""
+        for n, origin in self._frozen.items():
+            if self.fakes[n].requires_grad is not self.trace.tensors[n].requires_grad:
+                raise Unplannable(
+                    f"requires_grad of a parameter, buffer or constant set in a step at {origin}, and left so,",
+                    "the step trains what requires a gradient when it begins", "set it before the step",
+                )  # fmt: skip
 
     def add_hook(self, parameter: torch.Tensor, hook: Any) -> None:
         hook.register(self.fakes[self.trace.index[id(parameter)]], self.trace, self.fakes)

@@ -228,6 +228,12 @@ class Owned:
         self.buffers = dict(model.named_buffers())
         homes = [(n, m._buffers, k) for n, (m, k) in {n: _home(model, n) for n in self.buffers}.items()]
         self.homes = tuple((n, home, k, self.buffers[n]) for n, home, k in homes)
+        where = [(n, *_home(model, n), p) for n, p in self.parameters]
+        self.parameter_homes = tuple(
+            (n, m._parameters, k, p)
+            for n, m, k, p in where
+            if isinstance(m._parameters, dict) and m._parameters.get(k) is p  # not of scripted ones
+        )
 
     def hooks(self) -> list[GradientHook]:
         """Those on parameters, as they are now."""
@@ -414,7 +420,16 @@ class _Code:
         return out
 
     def rebound(self) -> None:
-        """A buffer that was replaced by a new tensor is written back, which is what the next step would read."""
+        """A buffer that was replaced by a new tensor is written back, which is what the next step would read. A
+        parameter that was is another one from then on."""
+        for name, home, key, own in self.owned.parameter_homes:
+            if home.get(key) is not own:
+                home[key] = own
+                raise Unplannable(
+                    f"the parameter {name!r}, in whose place a step puts another,",
+                    "the optimizer has the one that was there, and a plan is of one model",
+                    f"keep it in a buffer, or set its data ({name}.data = …)",
+                )  # fmt: skip
         for name, home, key, own, now in self.owned.replaced():
             if _is_another(own, now):  # it becomes what it stands for, as what is kept elsewhere does
                 continue
@@ -503,6 +518,7 @@ class _Code:
             numbers_of = new_numbers or {}
             return Asked(trace, None, spec, tuple(constants), rerun.bound, numbers_of, placed=self.placed)
         capture = self.captures[-1]
+        rerun.execution.check_frozen()
         fakes = rerun.execution.fakes
         loss = checked_loss(out)
         guards = len(capture.guards)

@@ -55,7 +55,7 @@ READS = {
 """Functions that hand contents to Python: of tensors that the step does not write, they are run in every step."""
 
 SHOWN = {"__repr__", "__format__", "__str__", "numpy", "__array__", "data_ptr", "__dlpack__"}
-_SETTERS = {"requires_grad.__set__", "requires_grad_", "data.__set__", "grad.__set__", "set_", "resize_"}
+_SETTERS = {"grad.__set__", "set_", "resize_"}
 
 
 class _Differs(Exception):
@@ -515,10 +515,7 @@ class Rerun(TorchFunctionMode):
         own = n is None or n < self.trace.inputs or n in self.trace.constants
         if not own or compat.is_fake(args[0]):
             return
-        value = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        if name.startswith("requires_grad") and bool(value) == args[0].requires_grad:
-            return
-        if name == "grad.__set__" and value is None:
+        if name == "grad.__set__" and len(args) > 1 and args[1] is None:
             return
         raise Unplannable(
             f"{name.removesuffix('.__set__')} of a parameter, buffer or constant set in a step at {origin}",
@@ -532,9 +529,14 @@ def _decisive(calls: Sequence[FunctionCall]) -> list[Any]:
 
 
 def _has_already(trace: FunctionTrace, tensor: torch.Tensor, data: Any) -> bool:
-    """Whether what a tensor's data is set to is what was read there: so modules move parameters to where they are."""
-    made = (c for c in reversed(trace.calls) if c.answer is data)
-    return any(name_of(c.func) == "data.__get__" and c.args[0] is tensor for c in made)
+    """Whether what a tensor's data is set to is what was read there, and is there still: so modules move parameters
+    to where they are."""
+    for c in reversed(trace.calls):
+        if name_of(c.func) == "data.__set__" and c.args[0] is tensor and c.kind != "nothing":
+            return False
+        if c.answer is data:
+            return name_of(c.func) == "data.__get__" and c.args[0] is tensor
+    return False
 
 
 def _repeats(func: Any, args: Any, kwargs: Any) -> bool:

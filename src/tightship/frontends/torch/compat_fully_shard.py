@@ -1,0 +1,208 @@
+"""Every touch of ``fully_shard``'s private interfaces (FSDP2): what it has sharded and was told, and taking it back.
+
+A part of ``compat``, under the same rule as `compat_distributed`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from tightship.frontends.torch.compat_distributed import Layout, is_distributed, own_part, world_size
+
+__all__ = [
+    "FullySharded", "forward_methods", "fully_shard_casts", "fully_shard_options", "fully_sharded", "left_out",
+    "sharding_stand_ins", "undo_fully_shard",
+]  # fmt: skip
+
+
+class FullySharded(NamedTuple):
+    """A parameter that ``fully_shard`` has sharded: this rank's part, filled up to the size of the largest."""
+
+    parameter: Any  # a DTensor
+    gathered: torch.Size  # of what is gathered
+    among: tuple[str, int, int, str | None, int]
+    within: Layout | None  # of which what is gathered is a part, by tensor parallelism
+    part: torch.Tensor
+    places: tuple[tuple[torch.nn.Module, str], ...]
+    dtype: torch.dtype | None  # that it is gathered in, where that is another one
+    reduced: (
+        torch.dtype | None
+    )  # that its gradient is averaged in, where that is another one than it comes in
+    stays: bool  # gathered from the forward to the backward pass
+    outermost: bool  # of the model itself: gathered while any of its modules runs
+
+
+def _fully_shard_states(model: torch.nn.Module) -> list[tuple[tuple[torch.nn.Module, ...], Any]]:
+    """Of each call of ``fully_shard``: the modules that it was given, and what it keeps of them."""
+    rows: dict[int, tuple[list[torch.nn.Module], Any]] = {}
+    for module in model.modules():
+        if hasattr(type(module), "_get_fsdp_state"):  # wrappers have the attributes of what is inside
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            rows.setdefault(id(state), ([], state))[0].append(module)
+    return [(tuple(modules), state) for modules, state in rows.values()]
+
+
+def _is_own(comm: Any) -> bool:
+    return type(comm).__module__.startswith("torch.")
+
+
+def fully_shard_options(model: torch.nn.Module) -> list[str]:
+    """What of ``fully_shard`` changes numbers or places of a model's parameters, beside dividing their rows."""
+    options: dict[str, None] = {}
+    sizes: set[int] = set()
+    for _, state in _fully_shard_states(model):
+        for group in state._fsdp_param_groups:
+            offloads = type(group.offload_policy).__name__ != "OffloadPolicy"
+            if offloads and group.device.type != "cpu":  # where they are anyway
+                options["offload_policy"] = None
+            if group.gradient_divide_factor is not None:
+                options["set_gradient_divide_factor"] = None
+            if group._all_reduce_hook is not None:
+                options["set_all_reduce_hook"] = None
+            if not (group.reduce_grads and group.all_reduce_grads):
+                options["set_requires_gradient_sync(False)"] = None
+            if group.reduce_scatter_unused_params:
+                options["set_reduce_scatter_unused_params"] = None
+            if not _is_own(group._all_gather_comm):
+                options["set_custom_all_gather"] = None
+            if not _is_own(group._reduce_scatter_comm):
+                options["set_custom_reduce_scatter"] = None
+            for one in group.fsdp_params:
+                if one.fsdp_placement.dim != 0:
+                    options[f"placements {tuple(one.sharded_param.placements)}"] = None
+                elif one.mesh_info.shard_mesh_dim is None:
+                    options["a mesh that has nothing but replicas"] = None
+                elif one.mesh_info.is_spmd_mesh:
+                    options["dp_mesh_dims"] = None
+                sizes.add(one.sharded_param.device_mesh.size())
+    if sizes and max(sizes) != world_size():
+        options[f"a mesh of {max(sizes)} of {world_size()} ranks"] = None
+    return list(options)
+
+
+def left_out(model: torch.nn.Module) -> list[str]:
+    """Names of parameters that are trained, or are DTensors, and that ``fully_shard`` has not sharded."""
+    states = _fully_shard_states(model)
+    done = {id(p.sharded_param) for _, s in states for g in s._fsdp_param_groups for p in g.fsdp_params}
+    return [
+        n
+        for n, p in model.named_parameters()
+        if id(p) not in done and (p.requires_grad or is_distributed(type(p.data)))
+    ]
+
+
+def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
+    """The parameters that ``fully_shard`` has sharded, none of which is gathered afterwards."""
+    rows = []
+    for modules, state in _fully_shard_states(model):
+        modules[0].reshard()  # type: ignore[operator]
+        root = model in modules and state._auto_reshard_after_forward  # known when it has run
+        for group, one in ((g, p) for g in state._fsdp_param_groups for p in g.fsdp_params):
+            info = one._module_info
+            places = [(info.module, info.param_name)]
+            places += zip(info.shared_modules, info.shared_param_names, strict=True)
+            part = one._sharded_param_data.detach().view(one.padded_sharded_param_size)
+            one.init_dtype_attrs(one.mp_policy)  # as its first forward pass does
+            among, spec = _division(one.mesh_info), one._unsharded_dtensor_spec
+            within = spec and Layout(spec.mesh, spec.placements, spec.shape, spec.stride, one._orig_size)
+            rows.append(
+                FullySharded(
+                    one.sharded_param, one._orig_size, among, within, part, tuple(places), one.param_dtype,
+                    one.reduce_dtype, bool(root) or group.post_forward_mesh_info is None, model in modules,
+                )
+            )  # fmt: skip
+    return rows
+
+
+@contextmanager
+def sharding_stand_ins(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, ``fully_shard`` gathers the parameters that the model has now; afterwards all is as it was before."""
+    kept: dict[int, tuple[Any, dict[str, Any]]] = {}
+    groups = []
+    for _, state in _fully_shard_states(model):
+        groups += state._fsdp_param_groups
+        for x in (state, state._state_ctx, state._comm_ctx):
+            kept[id(x)] = x, _shallow(vars(x))
+    for x in (x for group in groups for x in (group, *group.fsdp_params)):
+        kept[id(x)] = x, _shallow(vars(x))
+    try:
+        for group in groups:
+            for one in group.fsdp_params:
+                info = one._module_info
+                one.sharded_param = getattr(info.module, info.param_name)
+                part = own_part(one.sharded_param.detach())
+                one._sharded_param_data = part.as_strided((one.padded_sharded_param_size.numel(),), (1,))
+            group._reset_sharded_params = True
+        yield
+    finally:
+        for x, before in kept.values():
+            vars(x).clear()
+            vars(x).update(before)
+
+
+def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {k: copy.copy(x) if isinstance(x, (list, dict, set)) else x for k, x in attributes.items()}
+
+
+def _division(info: Any) -> tuple[str, int, int, str | None, int]:
+    """The group that has a parameter's parts, this rank among them, how many; the group with the same part, and of
+    how many ranks."""
+    replicas = info.mesh.size(info.replicate_mesh_dim) if info.replicate_mesh_dim is not None else 1
+    copies = info.replicate_process_group.group_name if replicas > 1 else None
+    return info.shard_process_group.group_name, info.shard_mesh_rank, info.shard_mesh_size, copies, replicas
+
+
+def fully_shard_casts(
+    model: torch.nn.Module,
+) -> list[tuple[torch.nn.Module, torch.dtype | None, torch.dtype | None]]:
+    """Modules whose floating-point inputs and outputs ``fully_shard`` casts, and to what."""
+    rows = []
+    for modules, state in _fully_shard_states(model):
+        policy = state._mp_policy
+        given = policy.param_dtype if policy.cast_forward_inputs else None
+        if given is not None or policy.output_dtype is not None:
+            rows += [(module, given, policy.output_dtype) for module in modules]
+    return rows
+
+
+def forward_methods(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    """Methods that ``fully_shard`` was told of, beside ``forward`` (``register_fsdp_forward_method``)."""
+    found = []
+    for modules, state in _fully_shard_states(model):
+        own = sys.modules[type(state).__module__].__package__
+        for module in modules:
+            for name, x in vars(module).items():
+                made = isinstance(x, types.MethodType) and hasattr(x.__func__, "__wrapped__")
+                if made and str(x.__func__.__globals__.get("__name__")).startswith(f"{own}."):
+                    found.append((module, name))
+    return found
+
+
+def undo_fully_shard(model: torch.nn.Module) -> None:
+    """Takes the hooks and the class of ``fully_shard`` from a model whose parameters have been replaced."""
+    for module, name in forward_methods(model):
+        vars(module)[name] = vars(module)[name].__func__.__wrapped__
+    for modules, state in _fully_shard_states(model):
+        for group in state._fsdp_param_groups:
+            handles = [
+                *group._module_to_pre_save_state_dict_hook_handle.values(),
+                *group._module_to_pre_load_state_dict_hook_handle.values(),
+                *(one._post_load_hook_handle for one in group.fsdp_params),
+            ]
+            for handle in handles:
+                handle.remove()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for module in modules:
+            kind = type(module)
+            module.__class__ = kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
+    for module in model.modules():
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            vars(module).pop(name, None)
