@@ -13,7 +13,9 @@ import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
 from tightship.errors import BadInput, Infeasible  # noqa: E402
-from tightship.frontends.jax_program import Ops, _chosen, inlined  # noqa: E402
+from tightship.frontends.jax_function import _chosen  # noqa: E402
+from tightship.frontends.jax_ops import Ops  # noqa: E402
+from tightship.frontends.jax_program import inlined  # noqa: E402
 from tightship.integrations.jax_fit import FittedStep  # noqa: E402
 from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out  # noqa: E402
 from tightship.integrations.jax_levels import (  # noqa: E402

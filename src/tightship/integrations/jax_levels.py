@@ -17,7 +17,9 @@ import jax
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
 from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.jax_program import Equation, Ops, Program, on_values
+from tightship.frontends.jax_function import on_values
+from tightship.frontends.jax_ops import Ops
+from tightship.frontends.jax_program import Equation, Program
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import Graph, Op, aligned
 from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out

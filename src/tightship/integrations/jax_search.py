@@ -19,7 +19,8 @@ import jax
 import msgspec
 
 from tightship.errors import Infeasible, Unsupported
-from tightship.frontends.jax_program import Program, on_values
+from tightship.frontends.jax_function import on_values
+from tightship.frontends.jax_program import Program
 from tightship.integrations.jax_levels import Level, Planner, unplanned_bytes
 from tightship.integrations.jax_policies import is_policy
 
@@ -49,6 +50,11 @@ class Memory:
     def static(self) -> int:
         """What is there whatever is planned."""
         return self.arguments + self.outputs - self.aliased
+
+    @property
+    def results(self) -> int:
+        """What it gets in bytes of their own."""
+        return self.outputs - self.aliased
 
     @property
     def total(self) -> int:
@@ -190,7 +196,7 @@ def _counted(text: str) -> float:
 @dataclass(frozen=True)
 class Candidate:
     """A program that was compiled to be looked at. ``log``: how it was decided, for ``beyond`` bytes; ``order``:
-    in XLA's order for memory; ``operations``: as XLA counts them."""
+    in XLA's order for memory; ``operations``: as XLA counts them; ``which``: of the search's programs."""
 
     lowered: Any
     memory: Memory
@@ -199,6 +205,7 @@ class Candidate:
     beyond: float
     log: list[Any]
     operations: float = 0.0
+    which: int = 0
 
 
 def _key(level: Level, log: list[Any]) -> str:
@@ -208,7 +215,7 @@ def _key(level: Level, log: list[Any]) -> str:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A candidate on disk, and the budgets whose answer it is."""
+    """A candidate on disk, and the budgets whose answer it is. ``which``: of the search's programs."""
 
     total: int
     flops: int
@@ -216,6 +223,7 @@ class Row(msgspec.Struct, frozen=True):
     order: bool
     log: list[Any]
     budgets: tuple[str, ...] = ()
+    which: int = 0
 
 
 class Archive(msgspec.Struct, frozen=True):
@@ -265,10 +273,11 @@ _WRONG = 3
 @dataclass
 class Search:
     """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it.
+    ``programs``: the step in several orders, of which the next is planned where nothing of those before is within it.
     ``told``: what the caller gave to `jax.jit`, and where arguments and results lie (`placed_as`).
     ``least``: the fewest bytes that were reached for other budgets."""
 
-    program: Program
+    programs: tuple[Program, ...]
     leaves: list[Any]
     donated: tuple[int, ...]
     limit: int
@@ -284,14 +293,19 @@ class Search:
         cpu = jax.default_backend() == "cpu"
         self.planner = Planner("select" if cpu else "barrier")
         self._orders: tuple[bool, ...] = (True, False) if cpu else (False,)
-        self._looks: dict[tuple[str, bool], Candidate] = {}
         self._other = math.inf
-        self._last: tuple[float, int] | None = None
         self._more = 0
-        self._policies: list[tuple[Level, float, list[Any]]] | None = None
-        self._small = len(self.program.equations) <= _SMALL
-        self._flops = sum(e.flops for e in self.program.equations)
+        self._small = len(self.programs[0].equations) <= _SMALL
+        self._flops = sum(e.flops for e in self.programs[0].equations)
         self._scale = 1.0
+        self._begin(0)
+
+    def _begin(self, which: int) -> None:
+        """What is looked at from now on is made of another of the programs."""
+        self.which, self.program = which, self.programs[which]
+        self._looks: dict[tuple[str, bool], Candidate] = {}
+        self._last: tuple[float, int] | None = None
+        self._policies: list[tuple[Level, float, list[Any]]] | None = None
 
     @property
     def room(self) -> int:
@@ -301,15 +315,11 @@ class Search:
     def run(self) -> tuple[Candidate, Any]:
         """The program with the fewest operations of those within the limit, and what XLA compiled of it. Raises
         ``Infeasible``."""
-        self._planned()
-        least, most = math.inf, self._almost
-        if fits := self.fitting():
-            least = min(c.level.flops for c in fits)
-            made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
-            most = _MAYBE * self.room / made
-        self._by_policies(least, most)
-        if not self.fitting() and self.before.total > self.limit:
-            self._elsewhere()
+        for which in range(len(self.programs)):
+            if which and self.fitting():
+                break
+            self._begin(which)
+            self._look_around()
         least = int(min((self.before.total, self.least, *self.tried)))
         for _ in range(_WRONG):
             fits = self.fitting()
@@ -324,14 +334,26 @@ class Search:
             self._more = max(self._more, wrong)
             self.found.remove(best)
             beyond = min(best.beyond, float(best.level.peak)) - 1.1 * wrong * self._scale
-            self.planner.log = []
-            self.look(self.planner.level(self.program, max(0.0, beyond)), max(0.0, beyond))
+            self.which, self.planner.log = best.which, []
+            self.look(self.planner.level(self.programs[best.which], max(0.0, beyond)), max(0.0, beyond))
         raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
+
+    def _look_around(self) -> None:
+        """Plans, and the policies that may be better."""
+        self._planned()
+        least, most = math.inf, self._almost
+        if fits := self.fitting():
+            least = min(c.level.flops for c in fits)
+            made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
+            most = _MAYBE * self.room / made
+        self._by_policies(least, most)
+        if not self.fitting() and self.before.total > self.limit:
+            self._elsewhere()
 
     @property
     def _almost(self) -> float:
         """Bytes by the model of what may be within the budget by XLA's count, at most."""
-        return (_ALMOST * self.room + self.before.outputs) * self._scale
+        return (_ALMOST * self.room + self.before.results) * self._scale
 
     def fitting(self) -> list[Candidate]:
         return [c for c in self.found if c.memory.temporaries <= self.room]
@@ -340,12 +362,12 @@ class Search:
         """Plans for bytes that follow from what XLA made of the plan before."""
         low, high, unplanned = 0.0, math.inf, float(unplanned_bytes(self.program))
         if "in_shardings" in self.told:  # the model's bytes are those of whole arrays, XLA's are one device's
-            placed = max(1, self.before.temporaries + self.before.outputs)
+            placed = max(1, self.before.temporaries + self.before.results)
             self._scale = max(1.0, unplanned / placed)
             unplanned /= self._scale
         scale = self._scale
         more = int(unplanned) - self.before.temporaries  # what XLA takes for results by itself, or never has
-        beyond = float(self.room + min(self.before.outputs, max(0, more)))
+        beyond = float(self.room + min(self.before.results, max(0, more)))
         if beyond >= unplanned and self.planner.level(self.program, math.inf).peak <= beyond * scale:
             beyond = math.inf  # not so where the step's own checkpoints make less of it
         most = 2 * _TRIES if self._small else _TRIES
@@ -448,7 +470,7 @@ class Search:
             ):
                 continue
             lowered = made[0].lowered if made else self.lower(level)
-            self._look_in(order, Candidate(lowered, self.before, order, level, beyond, log))
+            self._look_in(order, Candidate(lowered, self.before, order, level, beyond, log, which=self.which))
         made = sorted((c for (k, _), c in self._looks.items() if k == key), key=lambda c: c.memory.total)
         if len(made) > 1:
             self._orders = tuple(c.order for c in made)
@@ -469,7 +491,7 @@ class Search:
         programs, however far the model has them, plans for more bytes, and all of them in XLA's other order."""
         if self.room <= 0:
             return
-        planned = [c for c in self.found if c.beyond < math.inf]
+        planned = [c for c in self.found if c.which == self.which and c.beyond < math.inf]
         asked = max((c.beyond for c in planned), default=math.inf)
         least = min((float(c.level.peak) for c in planned), default=math.inf)
         self._at_parts(least, asked, _BETWEEN)
@@ -498,7 +520,8 @@ class Search:
                 if self.fitting() or self._late:
                     return
                 if (_key(level, [name]), order) not in self._looks:
-                    of = Candidate(self.lower(level), self.before, order, level, math.inf, [name])
+                    made = self.lower(level)
+                    of = Candidate(made, self.before, order, level, math.inf, [name], which=self.which)
                     self._look_in(order, of)
 
     def _least_in(self, order: bool) -> float:
@@ -512,7 +535,11 @@ class Search:
     def _in_other_order(self) -> None:
         """The program that takes least in XLA's other order, which one look at the start may have ruled out, and, if
         that is less, those with the fewest operations, up to the first that is within the budget."""
-        alone = [c for c in self.found if (_key(c.level, c.log), not c.order) not in self._looks]
+        alone = [
+            c
+            for c in self.found
+            if c.which == self.which and (_key(c.level, c.log), not c.order) not in self._looks
+        ]
         if len(self._orders) == 1 or not alone:
             return
         nearest = min(alone, key=lambda c: c.memory.temporaries)
@@ -534,11 +561,11 @@ class Search:
         jitted = jax.jit(run, donate_argnums=self.donated, **{"keep_unused": True, **self.told})
         return jitted.lower(*self.leaves)
 
-    def seed(self, beyond: float, log: list[Any]) -> None:
+    def seed(self, row: Row) -> None:
         """Looks at a program that was found for another budget. Raises what `again` does."""
-        level = self.again(beyond, log)
-        self.planner.log = log
-        self.look(level, beyond)
+        level = self.again(row)
+        self.which, self.planner.log = row.which, row.log
+        self.look(level, row.beyond)
 
     def archive(self, known: Archive | None, best: Candidate | None, budget: str) -> Archive:
         """What is ``known`` and what was found, with ``best`` as the answer to a budget."""
@@ -547,17 +574,17 @@ class Search:
         for c in self.found:
             answers = (budget,) if c is best else ()
             beyond = min(c.beyond, _ENDLESS)
-            rows.append(Row(c.memory.total, c.level.flops, beyond, c.order, c.log, answers))
+            rows.append(Row(c.memory.total, c.level.flops, beyond, c.order, c.log, answers, c.which))
         kept: list[Row] = []
         for x in sorted(rows, key=lambda x: (x.total, x.flops)):
             if x.budgets or all(x.flops < k.flops for k in kept):
                 kept.append(x)
         return Archive((b.arguments, b.outputs, b.aliased, b.temporaries), self.operations, tuple(kept))
 
-    def again(self, beyond: float, log: Sequence[Any]) -> Level:
-        """The level that ``log`` says. Raises what reading a log that is none of this program's comes to."""
-        beyond = math.inf if beyond >= _ENDLESS else beyond
-        planner = Planner(self.planner.hold, given=iter(log))
-        if log and is_policy(log[0]):
-            return planner.by_policy(self.program, str(log[0]), beyond)
-        return planner.level(self.program, beyond)
+    def again(self, row: Row) -> Level:
+        """The level that a row's log says. Raises what reading a log that is none of this program's comes to."""
+        beyond = math.inf if row.beyond >= _ENDLESS else row.beyond
+        program, planner = self.programs[row.which], Planner(self.planner.hold, given=iter(row.log))
+        if row.log and is_policy(row.log[0]):
+            return planner.by_policy(program, str(row.log[0]), beyond)
+        return planner.level(program, beyond)
