@@ -11,16 +11,11 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
+from tightship.integrations.jax_compiled import compile_for, look_at, memory_of  # noqa: E402
 from tightship.integrations.jax_levels import Planner, _check, _frame, unplanned_bytes  # noqa: E402
 from tightship.integrations.jax_policies import block_names, steps_of_policy, unbeaten  # noqa: E402
 from tightship.integrations.jax_regions import program_of  # noqa: E402
-from tightship.integrations.jax_search import (  # noqa: E402
-    Candidate,
-    Search,
-    compile_for,
-    look_at,
-    memory_of,
-)
+from tightship.integrations.jax_search import Candidate, Search  # noqa: E402
 
 LAYERS = 4
 KEY = jax.random.PRNGKey(0)

@@ -44,19 +44,17 @@ from tightship.integrations.jax_arguments import (
     kind_of,
     parted,
 )
-from tightship.integrations.jax_levels import Level
-from tightship.integrations.jax_regions import program_of
-from tightship.integrations.jax_search import (
-    Archive,
-    Candidate,
+from tightship.integrations.jax_compiled import (
     Memory,
-    Search,
     compile_for,
     look_at,
     memory_of,
     operations_of,
     placed_as,
 )
+from tightship.integrations.jax_levels import Level
+from tightship.integrations.jax_regions import program_of
+from tightship.integrations.jax_search import Archive, Candidate, Search
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
