@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,7 @@ from tightship.integrations.jax_invariants import constants_of, flops_moved_out,
 from tightship.integrations.jax_levels import (  # noqa: E402
     Planner,
     _peak,
+    _plan,
     _whole,
     unplanned_bytes,
 )  # fmt: skip
@@ -1005,6 +1007,30 @@ def test_what_was_reached_for_one_budget_is_known_to_another(tmp_path) -> None:
 
 
 class TestLevels:
+    def test_a_graph_is_planned_once_where_no_better_plan_would_be_found(self, monkeypatch) -> None:
+        graph = Ops(program_of(jax.jit(step_of(in_a_row)).trace(separate(weights()), X).jaxpr)).graph
+        planner, asked = Planner("select"), []
+
+        def plan(graph, beyond, work):
+            asked.append((beyond, work))
+            return _plan(graph, beyond, work)
+
+        monkeypatch.setattr("tightship.integrations.jax_levels._plan", plan)
+        whole = _peak(graph, [(False, op) for op in range(len(graph.ops))]) - graph.static_bytes
+        wide = planner._plan(graph, 0.7 * whole)
+        need = _peak(graph, wide) - graph.static_bytes
+        assert need < 0.7 * whole
+        assert planner._plan(graph, float(need)) == wide  # is within that, too
+        assert planner._plan(graph, 0.99 * need) != wide
+        least = planner._plan(graph, 0.02 * whole)
+        assert planner._plan(graph, 0.01 * whole) == least  # the least there is
+        assert [beyond for beyond, _ in asked] == [0.7 * whole, 0.99 * need, 0.02 * whole]
+        planner._work *= 2
+        assert planner._plan(graph, 0.7 * whole) and len(asked) == 4
+        other = replace(graph, ops=(*graph.ops[:-1], replace(graph.ops[-1], workspace=whole)))
+        assert other.digest == graph.digest
+        assert planner._plan(other, 0.7 * whole) and len(asked) == 5
+
     @pytest.mark.parametrize("policy", [None, *POLICIES])
     def test_peaks_are_those_of_a_replay(self, policy) -> None:
         program = program_of(jax.jit(step_of(in_a_row)).trace(separate(weights()), X).jaxpr)
