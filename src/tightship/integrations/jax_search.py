@@ -136,6 +136,7 @@ class Search:
     def _begin(self, which: int) -> None:
         """What is looked at from now on is made of another of the programs."""
         self.which, self.program = which, self.programs[which]
+        self._results = self.before.results if self.program.in_place else self.before.outputs
         self._looks: dict[tuple[str, bool], Candidate] = {}
         self._last: tuple[float, int] | None = None
         self._policies: list[tuple[Level, float, list[Any]]] | None = None
@@ -148,11 +149,13 @@ class Search:
     def run(self) -> tuple[Candidate, Any]:
         """The program with the fewest operations of those within the limit, and what XLA compiled of it. Raises
         ``Infeasible``."""
+        span = self.until - time.process_time()
         for which in range(len(self.programs)):
             if which and self.fitting():
                 break
             self._begin(which)
             self._look_around()
+            self.until = time.process_time() + max(0.0, span)  # what one of them takes, the next has, too
         least = int(min((self.before.total, self.least, *self.tried)))
         for _ in range(_WRONG):
             fits = self.fitting()
@@ -197,7 +200,7 @@ class Search:
     @property
     def _almost(self) -> float:
         """Bytes by the model of what may be within the budget by XLA's count, at most."""
-        return (_ALMOST * self.room + self.before.results) * self._scale
+        return (_ALMOST * self.room + self._results) * self._scale
 
     def fitting(self) -> list[Candidate]:
         return [c for c in self.found if c.memory.temporaries <= self.room]
@@ -206,12 +209,12 @@ class Search:
         """Plans for bytes that follow from what XLA made of the plan before."""
         low, high, unplanned = 0.0, math.inf, float(unplanned_bytes(self.program))
         if "in_shardings" in self.told:  # the model's bytes are those of whole arrays, XLA's are one device's
-            placed = max(1, self.before.temporaries + self.before.results)
+            placed = max(1, self.before.temporaries + self._results)
             self._scale = max(1.0, unplanned / placed)
             unplanned /= self._scale
         scale = self._scale
         more = int(unplanned) - self.before.temporaries  # what XLA takes for results by itself, or never has
-        beyond = float(self.room + min(self.before.results, max(0, more)))
+        beyond = float(self.room + min(self._results, max(0, more)))
         if beyond >= unplanned and self.planner.level(self.program, math.inf).peak <= beyond * scale:
             beyond = math.inf  # not so where the step's own checkpoints make less of it
         most = 2 * _TRIES if self._small else _TRIES
