@@ -11,16 +11,11 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
+from tightship.integrations.jax_compiled import compile_for, look_at, memory_of  # noqa: E402
 from tightship.integrations.jax_levels import Planner, _check, _frame, unplanned_bytes  # noqa: E402
 from tightship.integrations.jax_policies import block_names, steps_of_policy, unbeaten  # noqa: E402
 from tightship.integrations.jax_regions import program_of  # noqa: E402
-from tightship.integrations.jax_search import (  # noqa: E402
-    Candidate,
-    Search,
-    compile_for,
-    look_at,
-    memory_of,
-)
+from tightship.integrations.jax_search import Candidate, Search  # noqa: E402
 
 LAYERS = 4
 KEY = jax.random.PRNGKey(0)
@@ -171,7 +166,7 @@ def test_what_a_shard_map_makes_again_waits_for_its_turn() -> None:
     traced = jax.jit(jax.value_and_grad(mapped)).trace(weights(), X)
     program, leaves = program_of(traced.jaxpr), jax.tree.leaves((weights(), X))
     before, operations = look_at(traced.lower(), memory=True)
-    search = Search(program, leaves, (), before.total, before, math.inf, operations)
+    search = Search((program,), leaves, (), before.total, before, math.inf, operations)
     level = search.planner.by_policy(program, "blocks/4/4", math.inf)
     found, counted = look_at(search.lower(level), memory=True)
     assert found.temporaries < 0.6 * before.temporaries and counted > 1.1 * operations
@@ -183,7 +178,7 @@ def test_plans_between_the_least_and_those_that_took_too_much_are_looked_at(monk
     traced = jax.jit(step_of(attention)).trace(weights(), X)
     program, leaves = program_of(traced.jaxpr), jax.tree.leaves((weights(), X))
     before, operations = look_at(traced.lower(), memory=False)
-    search = Search(program, leaves, (), before.total - 1, before, math.inf, operations)
+    search = Search((program,), leaves, (), before.total - 1, before, math.inf, operations)
     wide = search.planner.level(program, 0.9 * unplanned_bytes(program))
     least = search.planner.level(program, 0.0)
     for beyond, level in ((float(wide.peak), wide), (0.0, least)):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,25 +14,22 @@ import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
 from tightship.errors import BadInput, Infeasible  # noqa: E402
-from tightship.frontends.jax_program import Ops, _chosen, inlined  # noqa: E402
+from tightship.frontends.jax_function import _chosen  # noqa: E402
+from tightship.frontends.jax_ops import Ops  # noqa: E402
+from tightship.frontends.jax_program import inlined  # noqa: E402
+from tightship.integrations.jax_compiled import _stopped, compile_for, look_at, memory_of, operations_of  # noqa: E402
 from tightship.integrations.jax_fit import FittedStep  # noqa: E402
 from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out  # noqa: E402
 from tightship.integrations.jax_levels import (  # noqa: E402
     Planner,
     _peak,
+    _plan,
     _whole,
     unplanned_bytes,
 )  # fmt: skip
 from tightship.integrations.jax_policies import POLICIES  # noqa: E402
 from tightship.integrations.jax_regions import bodies_of, program_of  # noqa: E402
-from tightship.integrations.jax_search import (  # noqa: E402
-    _key,
-    _stopped,
-    compile_for,
-    look_at,
-    memory_of,
-    operations_of,
-)
+from tightship.integrations.jax_search import _key  # noqa: E402
 from tightship.simulate import replay  # noqa: E402
 
 LAYERS, BATCH, WIDE = 6, 256, 32
@@ -122,7 +120,7 @@ def test_a_look_at_a_program_is_to_the_byte_what_its_compiled_program_takes(monk
             assert found is not None and found[0] == memory_of(compiled)
             assert found[1] == pytest.approx(operations_of(compiled), rel=1e-5)
     # Where XLA does not stop, or another JAX builds modules otherwise, the program is compiled.
-    monkeypatch.setattr("tightship.integrations.jax_search._with_stop", lambda module: next(iter(())))
+    monkeypatch.setattr("tightship.integrations.jax_compiled._with_stop", lambda module: next(iter(())))
     assert _stopped(lowered, memory=False) is None
     assert look_at(lowered, memory=False)[0] == memory_of(compiled)
 
@@ -141,6 +139,22 @@ def test_what_no_program_can_meet_says_how_near_it_came() -> None:
     with pytest.raises(Infeasible) as error:
         tightship.jax.fit(step_of(in_a_scan), "static+1%")(weights(), X)
     assert error.value.lower_bound < error.value.budget < error.value.best_peak
+
+
+@pytest.mark.parametrize(("forward", "donated"), [(in_a_row, ()), (in_a_row, (0,)), (in_a_scan, (0,))])
+def test_what_no_program_can_meet_says_what_makes_up_its_peak(forward, donated) -> None:
+    """All of it, but for what the placement wastes: with bytes, and lines of the step."""
+    params = separate(weights()) if forward is in_a_row else weights()
+    with pytest.raises(Infeasible) as error:
+        tightship.jax.fit(step_of(forward), "static+5%", donate_argnums=donated).prepare(params, X)
+    (name, static, _), *rows = error.value.top
+    assert name == "arguments and results" and static == error.value.lower_bound
+    temporaries = error.value.best_peak - static
+    assert 0.8 * temporaries <= sum(size for _, size, _ in rows) <= temporaries
+    assert rows[0][1] >= 4 * BATCH * 4 * WIDE and any("dot_general" in name for name, *_ in rows)
+    assert any("test_jax_fit.py:" in place for *_, place in rows)
+    assert not any(os.path.join("src", "tightship") in place for *_, place in rows)
+    assert "values that make up the best peak" in str(error.value) and error.value.at
 
 
 @pytest.mark.parametrize("share", [90, 75, 70])
@@ -993,6 +1007,30 @@ def test_what_was_reached_for_one_budget_is_known_to_another(tmp_path) -> None:
 
 
 class TestLevels:
+    def test_a_graph_is_planned_once_where_no_better_plan_would_be_found(self, monkeypatch) -> None:
+        graph = Ops(program_of(jax.jit(step_of(in_a_row)).trace(separate(weights()), X).jaxpr)).graph
+        planner, asked = Planner("select"), []
+
+        def plan(graph, beyond, work):
+            asked.append((beyond, work))
+            return _plan(graph, beyond, work)
+
+        monkeypatch.setattr("tightship.integrations.jax_levels._plan", plan)
+        whole = _peak(graph, [(False, op) for op in range(len(graph.ops))]) - graph.static_bytes
+        wide = planner._plan(graph, 0.7 * whole)
+        need = _peak(graph, wide) - graph.static_bytes
+        assert need < 0.7 * whole
+        assert planner._plan(graph, float(need)) == wide  # is within that, too
+        assert planner._plan(graph, 0.99 * need) != wide
+        least = planner._plan(graph, 0.02 * whole)
+        assert planner._plan(graph, 0.01 * whole) == least  # the least there is
+        assert [beyond for beyond, _ in asked] == [0.7 * whole, 0.99 * need, 0.02 * whole]
+        planner._work *= 2
+        assert planner._plan(graph, 0.7 * whole) and len(asked) == 4
+        other = replace(graph, ops=(*graph.ops[:-1], replace(graph.ops[-1], workspace=whole)))
+        assert other.digest == graph.digest
+        assert planner._plan(other, 0.7 * whole) and len(asked) == 5
+
     @pytest.mark.parametrize("policy", [None, *POLICIES])
     def test_peaks_are_those_of_a_replay(self, policy) -> None:
         program = program_of(jax.jit(step_of(in_a_row)).trace(separate(weights()), X).jaxpr)

@@ -231,3 +231,37 @@ def test_the_command_line_reads_plans_and_writes(tmp_path: Path, capsys: pytest.
         assert "Traceback" not in capsys.readouterr().err
     assert main(["plan", "no.onnx", "--fetch", "x"]) == 2
     assert "graph.pb" in capsys.readouterr().err
+
+
+def test_a_written_graph_read_again_has_the_bytes_that_were_planned(tmp_path: Path) -> None:
+    """Equal nodes are one, and those that nobody reads any more stay in the file, by their names: they are no
+    results, unless they are fetched."""
+    with v1.Graph().as_default() as graph:
+        x = v1.placeholder(tf.float32, (1, 64), name="x")
+        for k in range(3):
+            wide = tf.reshape(
+                tf.constant(np.zeros((1, 64), np.float32), name=f"zeros_{k}"), (64,), name=f"bias_{k}"
+            )
+            x = tf.nn.bias_add(tf.tanh(x, name=f"tanh_{k}"), wide, name=f"add_{k}")
+            x = x + tf.exp(x, name=f"exp_{k}") * tf.exp(x, name=f"again_{k}")
+    first, second = tmp_path / "first.pb", tmp_path / "second.pb"
+    first.write_bytes(graph.as_graph_def().SerializeToString())
+    given = sources.read_graphdef(str(first))
+    plan = api.plan_graph(given.graph).plan
+    write_graph(given, plan, second)
+    written = sources.read_graphdef(str(second))
+    assert written.graph.static_bytes == given.graph.static_bytes
+    assert len(written.graph.ops) == len(given.graph.ops)
+    assert api.plan_graph(written.graph).plan.peak == plan.peak
+    names = {n.name for n in written.file.proto.node}
+    assert {"again_1", "bias_2", "zeros_2"} <= names
+    fetched = sources.read_graphdef(str(second), fetch="again_2")
+    assert "again_2" in {op.name for op in fetched.graph.ops}
+    feed = np.linspace(-1, 1, 64, dtype=np.float32)[None]
+    results = []
+    for path in (first, second):
+        with v1.Graph().as_default(), v1.Session() as session:
+            tf.import_graph_def(v1.GraphDef.FromString(path.read_bytes()), name="")
+            last = next(n.name for n in reversed(graph.as_graph_def().node))
+            results.append(session.run([f"{last}:0", "again_1:0"], {"x:0": feed}))
+    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))

@@ -8,6 +8,7 @@ import random
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from support.chains import chain, fan
@@ -16,6 +17,7 @@ from tightship import api
 from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Pool, Problem
+from tightship.planners.bank_sweep import sweep
 from tightship.planners.banks import Banked, assign_banks, parse_banks, problem_of, traffic_of
 from tightship.planners.packing import Search
 from tightship.serde import save_graph
@@ -114,6 +116,64 @@ def test_larger_problems_are_placed_near_a_bound(count):
     banked = assign_banks(problem, search=SEARCH)
     check_by_hand(problem, banked)
     assert banked.met and banked.bound > 0 and banked.gap < 0.25
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sweep_finds_the_cheapest_choice_whose_bytes_fit(seed) -> None:
+    """Of all choices, by the bytes in each pool at each moment; units may have holes, and pools that are closed."""
+    rng = random.Random(seed)
+    count, pools = rng.randint(1, 6), rng.randint(1, 3)
+    parts = []
+    for _ in range(count):
+        a, b, c, d = sorted(rng.sample(range(10), 4))
+        parts.append([(a, b, rng.randint(0, 9)), (c, d, rng.randint(1, 9))][rng.randint(0, 1) :])
+    cost = np.array([[rng.choice((1.0, 2.0, 5.0, math.inf)) for _ in range(pools)] for _ in parts])
+    cost[:, -1] = 8.0
+    capacity = [rng.randint(0, 20) for _ in range(pools)]
+
+    def fits(choice):
+        return all(
+            sum(n for k, p in enumerate(choice) for a, b, n in parts[k] if p == q and a <= t < b)
+            <= capacity[q]
+            for t in range(10)
+            for q in range(pools)
+        )
+
+    def total(choice):
+        return sum(cost[k, p] for k, p in enumerate(choice))
+
+    found = sweep(parts, cost, capacity, cost, math.inf, lambda: False)
+    every = [c for c in itertools.product(range(pools), repeat=count) if total(c) < math.inf and fits(c)]
+    if not every:
+        assert found == []
+        return
+    least = min(map(total, every))
+    assert found is not None and fits(found) and total(found) == least
+    assert sweep(parts, cost, capacity, cost, least, lambda: False) == []  # none that adds less
+    assert sweep(parts, cost, capacity, cost, math.inf, lambda: True) is None
+
+
+@pytest.mark.parametrize("count", [20, 60])
+def test_what_few_buffers_at_a_time_cost_is_proved(count) -> None:
+    """Prices alone leave up to a third between the cost and the bound of such: large buffers, small fast memory."""
+    for seed in range(4):
+        rng, rows = random.Random(seed), []
+        for k in range(count):
+            until = k + rng.choice((1, 2, 2, 2, 3, 8))
+            rows.append(Buffer(f"b{k}", k, until, rng.choice((1024, 4096, 8192, 16384, 12544, 50176)), 16))
+        most = max(sum(b.size for b in rows if b.lower <= t < b.upper) for t in range(count))
+        pools = Pool("f", most // 4, speed=8), Pool("m", most // 2, speed=2), Pool("s")
+        made = assign_banks(Problem(tuple(rows), pools=pools), search=SEARCH)
+        assert made.met and made.optimal
+
+
+def test_more_at_a_time_than_a_sweep_keeps_is_searched_otherwise() -> None:
+    rows = tuple(Buffer(f"b{k}", 0, 2, 16 * (40 + k), 16, traffic=997 * k % 1013) for k in range(24))
+    pools = Pool("f", 4000, speed=8), Pool("m", 7000, speed=2), Pool("s")
+    made = assign_banks(Problem(rows, pools=pools), search=Search(work=2_000, seconds=20.0))
+    assert made.met and made.bound <= made.cost
+    parts, costs = [[(0, 2, 1)] for _ in range(24)], np.ones((24, 2))
+    assert sweep(parts, costs, [20, 20], 0 * costs, math.inf, lambda: False) is None
 
 
 def test_buffers_of_one_group_lie_together_and_fast_memory_goes_to_traffic():

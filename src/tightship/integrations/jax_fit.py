@@ -31,6 +31,7 @@ import msgspec
 
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.files import DEFAULT, folder_of, from_json, to_json, write_file
+from tightship.frontends.jax_in_place import written_over
 from tightship.frontends.jaxpr import flops_of
 from tightship.integrations.jax_arguments import (
     PLACE,
@@ -43,19 +44,17 @@ from tightship.integrations.jax_arguments import (
     kind_of,
     parted,
 )
-from tightship.integrations.jax_levels import Level
-from tightship.integrations.jax_regions import program_of
-from tightship.integrations.jax_search import (
-    Archive,
-    Candidate,
+from tightship.integrations.jax_compiled import (
     Memory,
-    Search,
     compile_for,
     look_at,
     memory_of,
     operations_of,
     placed_as,
 )
+from tightship.integrations.jax_levels import Level
+from tightship.integrations.jax_regions import program_of
+from tightship.integrations.jax_search import Archive, Candidate, Search
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
@@ -294,9 +293,11 @@ class _Planning:
         self, traced: Any, leaves: list[Any], budget: Budget, folder: Path | None, until: float
     ) -> None:
         self.traced, self.leaves, self.budget, self.until = traced, leaves, budget, until
-        self.program = program_of(traced.jaxpr)
         info = jax.tree.leaves(traced.args_info)
         self.donated = tuple(k for k, x in enumerate(info) if x.donated)
+        traced_program = program_of(traced.jaxpr)
+        over = written_over(traced_program, self.donated)
+        self.programs = (over, traced_program) if over.over else (traced_program,)
         self.flops = sum(map(flops_of, traced.jaxpr.eqns))
         self.text, self.as_it_is = str(traced.jaxpr), False
         # Given to `jax.jit` by the caller; JAX has no public name for it.
@@ -347,14 +348,14 @@ class _Planning:
         if before.total <= limit and not drops:
             return self._given(lowered, limit, operations)
         told = {**self.told, **placed}
-        search = Search(self.program, self.leaves, self.donated, limit, before, until, operations, told)
+        search = Search(self.programs, self.leaves, self.donated, limit, before, until, operations, told)
         rows = self.known.rows if self.known else []
         search.least = min((row.total for row in rows), default=math.inf)
         within = [row for row in rows if row.total <= limit]
         if within:
             row = min(within, key=lambda row: row.flops)
             with contextlib.suppress(*_NO_PLAN):
-                search.seed(row.beyond, row.log)
+                search.seed(row)
         best = None
         try:
             best, compiled = search.run()
@@ -389,9 +390,9 @@ class _Planning:
             before = Memory(*self.known.before)
             limit = self.budget.resolve(before.total, static=before.static)
             search = Search(
-                self.program, self.leaves, self.donated, limit, before, self.until, told=self.told
+                self.programs, self.leaves, self.donated, limit, before, self.until, told=self.told
             )
-            level = search.again(row.beyond, row.log)
+            level = search.again(row)
             compiled = compile_for(search.lower(level), memory=row.order, quick=False)
             with contextlib.suppress(OSError):
                 os.utime(self.path)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tightship.frontends.jax_program import FREE, Equation, Program
+from tightship.frontends.jax_ops import FREE
+from tightship.frontends.jax_program import Equation, Program
 
 __all__ = ["constants_of", "flops_moved_out", "moved_out"]
 

@@ -17,7 +17,9 @@ import jax
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
 from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.jax_program import Equation, Ops, Program, on_values
+from tightship.frontends.jax_function import on_values
+from tightship.frontends.jax_ops import Ops
+from tightship.frontends.jax_program import Equation, Program
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import Graph, Op, aligned
 from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out
@@ -91,6 +93,22 @@ class _Frame:
     one: bool = False
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A plan of a graph that was looked for in ``beyond`` bytes, by so much work, and takes ``need``."""
+
+    beyond: float
+    work: int
+    need: int
+    steps: Steps
+
+    def answers(self, beyond: float, work: int) -> bool:
+        """Whether no better one would be found: it is within fewer bytes, too, or the least there is for more."""
+        return (
+            work <= self.work and beyond <= self.beyond and (self.need <= beyond or self.need > self.beyond)
+        )
+
+
 _Planned = tuple[Level, PlannedPair | None]
 _Way = Callable[[], _Planned]
 
@@ -110,6 +128,7 @@ class Planner:
     _ops: dict[int, tuple[Program, Ops]] = field(default_factory=dict)
     _blocks: dict[int, tuple[Program, dict[str, Level]]] = field(default_factory=dict)
     _least: dict[int, tuple[Ops, int]] = field(default_factory=dict)
+    _plans: dict[Any, list[_Known]] = field(default_factory=dict)
 
     def level(self, program: Program, beyond: float) -> Level:
         """The program with the fewest operations within ``beyond`` bytes, as the model has it, or the one that
@@ -331,7 +350,7 @@ class Planner:
         beyond, over = max(beyond, self._least.get(id(ops), (ops, 0))[1]), math.inf
         for _ in range(1 + _TIGHTENED):
             frame = _frame(ops, pair, share, beyond)
-            steps = _plan(frame.graph, beyond, self._work)
+            steps = self._plan(frame.graph, beyond)
             need = _peak(frame.graph, steps) - frame.graph.static_bytes
             if need <= beyond + (1 << 10):
                 break
@@ -348,15 +367,29 @@ class Planner:
         """The bytes that bodies of a pair take whatever is handed on, as near as plans come."""
         if id(ops) not in self._least:
             graph = _frame(ops, pair, 0.0, 0.0).graph
-            self._least[id(ops)] = ops, _peak(graph, _plan(graph, 0.0, self._work)) - graph.static_bytes
+            self._least[id(ops)] = ops, _peak(graph, self._plan(graph, 0.0)) - graph.static_bytes
         return self._least[id(ops)][1]
+
+    def _plan(self, graph: Graph, beyond: float) -> Steps:
+        """`_plan`, of graphs that are alike once: what loops run inside is asked for again and again, in the bytes
+        that each plan around it leaves."""
+        if beyond == math.inf:
+            return _plan(graph, beyond, self._work)
+        costs = tuple((op.workspace, op.time) for op in graph.ops)  # which a digest leaves out
+        known = self._plans.setdefault((graph.digest, costs), [])
+        found = next((k for k in known if k.answers(beyond, self._work)), None)
+        if found is None:
+            steps = _plan(graph, beyond, self._work)
+            found = _Known(beyond, self._work, _peak(graph, steps) - graph.static_bytes, steps)
+            known.append(found)
+        return found.steps
 
     def _solve(self, frame: _Frame) -> Steps:
         if self.given is not None:
             steps = [(bool(twice), int(op)) for twice, op in next(self.given)]
             _check(frame.graph, steps)
         else:
-            steps = _plan(frame.graph, frame.beyond, self._work)
+            steps = self._plan(frame.graph, frame.beyond)
         self.log.append(steps)
         return steps
 

@@ -18,20 +18,10 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from tightship.cached import cached_property
-from tightship.frontends.jax_program import (
-    FREE,
-    Equation,
-    Ops,
-    Program,
-    inlined,
-    is_divided,
-    is_plain,
-    merged,
-    never,
-    on_values,
-    varying,
-    with_carry,
-)
+from tightship.frontends.jax_function import never, on_values
+from tightship.frontends.jax_in_place import with_carry
+from tightship.frontends.jax_ops import FREE, Ops
+from tightship.frontends.jax_program import Equation, Program, inlined, is_divided, is_plain, merged, varying
 from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import aligned
 

@@ -7,190 +7,29 @@ compiled, cheaply: without fast code for the processor, which decides nothing ab
 from __future__ import annotations
 
 import math
-import re
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import msgspec
 
-from tightship.errors import Infeasible, Unsupported
-from tightship.frontends.jax_program import Program, on_values
+from tightship.errors import Infeasible
+from tightship.frontends.jax_function import on_values
+from tightship.frontends.jax_program import Program
+from tightship.integrations.jax_compiled import Memory, compile_for, look_at, memory_of
 from tightship.integrations.jax_levels import Level, Planner, unplanned_bytes
+from tightship.integrations.jax_peak import largest_at_peak
 from tightship.integrations.jax_policies import is_policy
 
-__all__ = [
-    "Candidate",
-    "Memory",
-    "Search",
-    "compile_for",
-    "look_at",
-    "memory_of",
-    "operations_of",
-    "placed_as",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of a compiled program on one device, by XLA's analysis (`memory_analysis`): what the caller gives, what
-    it gets, how much of that lies in what was given (donated), and temporaries."""
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-
-    @property
-    def static(self) -> int:
-        """What is there whatever is planned."""
-        return self.arguments + self.outputs - self.aliased
-
-    @property
-    def total(self) -> int:
-        return self.static + self.temporaries
-
-
-def memory_of(compiled: Any) -> Memory:
-    """What XLA says of a compiled program. Raises ``Unsupported`` where it says nothing."""
-    found = compiled.memory_analysis()
-    if found is None:
-        raise Unsupported(
-            "planning for this backend", "XLA gives no analysis of its memory", "use CPU, GPU or TPU"
-        )
-    sizes = (found.argument_size_in_bytes, found.output_size_in_bytes, found.alias_size_in_bytes)
-    return Memory(*sizes, found.temp_size_in_bytes)
-
-
-def operations_of(compiled: Any) -> float:
-    """Operations of a compiled program as XLA counts them: the body of a loop once. 0 where it does not say."""
-    found = compiled.cost_analysis()
-    rows = found if isinstance(found, (list, tuple)) else (found,)
-    return float(next((x["flops"] for x in rows if x and "flops" in x), 0.0))
-
-
-def placed_as(compiled: Any) -> dict[str, Any]:
-    """Options of `jax.jit` for what takes and gives flat lists and places them as a compiled program does; none on
-    one device. What a program does not read lies anywhere."""
-    given, made = (
-        jax.tree.leaves(x, is_leaf=lambda s: s is None)
-        for x in (compiled.input_shardings, compiled.output_shardings)
-    )
-    if all(s is None or len(s.device_set) == 1 for s in (*given, *made)):
-        return {}
-    return {"in_shardings": tuple(given), "out_shardings": made}
-
-
-_CPU_ORDER = "xla_cpu_scheduler_type"
-_MEMORY_FIRST = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-"""XLA's order for CPUs is one for concurrency by default, in which what is recomputed runs as early as it can."""
-_QUICK = {"xla_backend_optimization_level": 0}
-"""Memory is decided before code is optimized."""
-
-
-def compile_for(lowered: Any, *, memory: bool, quick: bool, dump: str | None = None) -> Any:
-    """``lowered``, compiled: on CPUs in XLA's order for ``memory``, and ``quick``, only to be looked at; ``dump``: a
-    folder for what XLA says of it."""
-    options: dict[str, Any] = {}
-    if jax.default_backend() == "cpu":
-        options = {_CPU_ORDER: _MEMORY_FIRST} if memory else {}
-        options |= _QUICK if quick else {}
-        options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if dump else {}
-    while True:
-        try:
-            return lowered.compile(options or None)
-        except Exception as error:
-            unknown = [name for name in options if f"option: '{name}'" in str(error)]
-            if not unknown:
-                raise
-            options = {name: x for name, x in options.items() if name not in unknown}
-
-
-_STOP = "tightship_stop"
-"""A function that nobody has: XLA looks for it once every buffer has its place, before it makes code."""
-_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)", re.MULTILINE)
-
-
-def look_at(lowered: Any, *, memory: bool) -> tuple[Memory, float]:
-    """Memory and operations of the program that XLA would compile. On CPUs without making its code, which takes most
-    of the time: to the byte what the compiled program has, for it is that program's assignment of buffers."""
-    found = _stopped(lowered, memory) if jax.default_backend() == "cpu" else None
-    if found is None:
-        compiled = compile_for(lowered, memory=memory, quick=True)
-        found = memory_of(compiled), operations_of(compiled)
-    return found
-
-
-def _stopped(lowered: Any, memory: bool) -> tuple[Memory, float] | None:
-    """What XLA wrote of a program before it found no ``_STOP``; None where it did not, as for a program that it
-    divides among devices: there it takes no effect that has no place."""
-    with tempfile.TemporaryDirectory(prefix="tightship-") as folder:
-        try:
-            module = lowered.compiler_ir("stablehlo")
-            if module.operation.attributes["mhlo.num_partitions"].value > 1:
-                return None
-            stop = _with_stop(module)
-        except (ImportError, AttributeError, KeyError, TypeError, ValueError, StopIteration):
-            return None  # another JAX, which builds modules in another way
-        try:
-            compile_for(lowered, memory=memory, quick=True, dump=folder)
-            return None
-        except Exception as error:
-            if _STOP not in str(error):
-                raise
-        finally:
-            stop.operation.erase()
-        names = (f"*cpu_after_optimizations{end}.txt" for end in ("-buffer-assignment", ""))
-        assigned, text = (next(Path(folder).glob(name), None) for name in names)
-        if assigned is None or text is None:
-            return None
-        return _assigned(assigned.read_text()), _counted(text.read_text())
-
-
-def _with_stop(module: Any) -> Any:
-    """An operation that stops the compiler, in a module of StableHLO."""
-    from jax.interpreters.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
-    functions = (op for op in module.body.operations if op.operation.name == "func.func")
-    main = next(f for f in functions if f.attributes["sym_name"].value == "main")
-    block = main.regions[0].blocks[0]
-    with module.context, ir.Location.unknown(), ir.InsertionPoint.at_block_begin(block):
-        nothing = ir.RankedTensorType.get([0], ir.F32Type.get())
-        return stablehlo.CustomCallOp(
-            [nothing], [], call_target_name=ir.StringAttr.get(_STOP), has_side_effect=ir.BoolAttr.get(True)
-        )
-
-
-def _assigned(text: str) -> Memory:
-    """The sizes that `memory_analysis` gives, from XLA's text of an assignment of buffers."""
-    sizes = dict.fromkeys(("parameter", "maybe-live-out", "both", "preallocated-temp"), 0)
-    for size, told in _ALLOCATION.findall(text):
-        of = [name for name in sizes if name in told]
-        for name in (*of, *(("both",) if {"parameter", "maybe-live-out"} <= set(of) else ())):
-            sizes[name] += int(size)
-    return Memory(*sizes.values())
-
-
-def _counted(text: str) -> float:
-    """Operations of a compiled module; 0 where jaxlib counts none by its text."""
-    try:
-        from jaxlib import _hlo, _jax
-
-        found = _jax.hlo_module_cost_analysis(jax.devices()[0].client, _hlo.hlo_module_from_text(text))
-    except Exception:
-        return 0.0
-    return float(found.get("flops", 0.0))
+__all__ = ["Archive", "Candidate", "Row", "Search"]
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A program that was compiled to be looked at. ``log``: how it was decided, for ``beyond`` bytes; ``order``:
-    in XLA's order for memory; ``operations``: as XLA counts them."""
+    in XLA's order for memory; ``operations``: as XLA counts them; ``which``: of the search's programs."""
 
     lowered: Any
     memory: Memory
@@ -199,6 +38,7 @@ class Candidate:
     beyond: float
     log: list[Any]
     operations: float = 0.0
+    which: int = 0
 
 
 def _key(level: Level, log: list[Any]) -> str:
@@ -208,7 +48,7 @@ def _key(level: Level, log: list[Any]) -> str:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A candidate on disk, and the budgets whose answer it is."""
+    """A candidate on disk, and the budgets whose answer it is. ``which``: of the search's programs."""
 
     total: int
     flops: int
@@ -216,6 +56,7 @@ class Row(msgspec.Struct, frozen=True):
     order: bool
     log: list[Any]
     budgets: tuple[str, ...] = ()
+    which: int = 0
 
 
 class Archive(msgspec.Struct, frozen=True):
@@ -265,10 +106,11 @@ _WRONG = 3
 @dataclass
 class Search:
     """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it.
+    ``programs``: the step in several orders, of which the next is planned where nothing of those before is within it.
     ``told``: what the caller gave to `jax.jit`, and where arguments and results lie (`placed_as`).
     ``least``: the fewest bytes that were reached for other budgets."""
 
-    program: Program
+    programs: tuple[Program, ...]
     leaves: list[Any]
     donated: tuple[int, ...]
     limit: int
@@ -284,14 +126,20 @@ class Search:
         cpu = jax.default_backend() == "cpu"
         self.planner = Planner("select" if cpu else "barrier")
         self._orders: tuple[bool, ...] = (True, False) if cpu else (False,)
-        self._looks: dict[tuple[str, bool], Candidate] = {}
         self._other = math.inf
-        self._last: tuple[float, int] | None = None
         self._more = 0
-        self._policies: list[tuple[Level, float, list[Any]]] | None = None
-        self._small = len(self.program.equations) <= _SMALL
-        self._flops = sum(e.flops for e in self.program.equations)
+        self._small = len(self.programs[0].equations) <= _SMALL
+        self._flops = sum(e.flops for e in self.programs[0].equations)
         self._scale = 1.0
+        self._begin(0)
+
+    def _begin(self, which: int) -> None:
+        """What is looked at from now on is made of another of the programs."""
+        self.which, self.program = which, self.programs[which]
+        self._results = self.before.results if self.program.in_place else self.before.outputs
+        self._looks: dict[tuple[str, bool], Candidate] = {}
+        self._last: tuple[float, int] | None = None
+        self._policies: list[tuple[Level, float, list[Any]]] | None = None
 
     @property
     def room(self) -> int:
@@ -301,15 +149,13 @@ class Search:
     def run(self) -> tuple[Candidate, Any]:
         """The program with the fewest operations of those within the limit, and what XLA compiled of it. Raises
         ``Infeasible``."""
-        self._planned()
-        least, most = math.inf, self._almost
-        if fits := self.fitting():
-            least = min(c.level.flops for c in fits)
-            made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
-            most = _MAYBE * self.room / made
-        self._by_policies(least, most)
-        if not self.fitting() and self.before.total > self.limit:
-            self._elsewhere()
+        span = self.until - time.process_time()
+        for which in range(len(self.programs)):
+            if which and self.fitting():
+                break
+            self._begin(which)
+            self._look_around()
+            self.until = time.process_time() + max(0.0, span)  # what one of them takes, the next has, too
         least = int(min((self.before.total, self.least, *self.tried)))
         for _ in range(_WRONG):
             fits = self.fitting()
@@ -324,14 +170,37 @@ class Search:
             self._more = max(self._more, wrong)
             self.found.remove(best)
             beyond = min(best.beyond, float(best.level.peak)) - 1.1 * wrong * self._scale
-            self.planner.log = []
-            self.look(self.planner.level(self.program, max(0.0, beyond)), max(0.0, beyond))
-        raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
+            self.which, self.planner.log = best.which, []
+            self.look(self.planner.level(self.programs[best.which], max(0.0, beyond)), max(0.0, beyond))
+        at, top = self._peak(least)
+        raise Infeasible(
+            budget=self.limit, lower_bound=self.before.static, best_peak=least, top=top, at=at, compiled=True
+        )
+
+    def _peak(self, total: int) -> tuple[str, list[tuple[str, int, str]]]:
+        """What makes up the peak of the program that takes ``total`` bytes, if it was looked at here."""
+        best = min(self.found, key=lambda c: c.memory.total, default=None)
+        if best is None or best.memory.total > total:
+            return "", []
+        at, rows = largest_at_peak(best.lowered, memory=best.order)
+        return at, [("arguments and results", self.before.static, ""), *rows] if rows else []
+
+    def _look_around(self) -> None:
+        """Plans, and the policies that may be better."""
+        self._planned()
+        least, most = math.inf, self._almost
+        if fits := self.fitting():
+            least = min(c.level.flops for c in fits)
+            made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
+            most = _MAYBE * self.room / made
+        self._by_policies(least, most)
+        if not self.fitting() and self.before.total > self.limit:
+            self._elsewhere()
 
     @property
     def _almost(self) -> float:
         """Bytes by the model of what may be within the budget by XLA's count, at most."""
-        return (_ALMOST * self.room + self.before.outputs) * self._scale
+        return (_ALMOST * self.room + self._results) * self._scale
 
     def fitting(self) -> list[Candidate]:
         return [c for c in self.found if c.memory.temporaries <= self.room]
@@ -340,12 +209,12 @@ class Search:
         """Plans for bytes that follow from what XLA made of the plan before."""
         low, high, unplanned = 0.0, math.inf, float(unplanned_bytes(self.program))
         if "in_shardings" in self.told:  # the model's bytes are those of whole arrays, XLA's are one device's
-            placed = max(1, self.before.temporaries + self.before.outputs)
+            placed = max(1, self.before.temporaries + self._results)
             self._scale = max(1.0, unplanned / placed)
             unplanned /= self._scale
         scale = self._scale
         more = int(unplanned) - self.before.temporaries  # what XLA takes for results by itself, or never has
-        beyond = float(self.room + min(self.before.outputs, max(0, more)))
+        beyond = float(self.room + min(self._results, max(0, more)))
         if beyond >= unplanned and self.planner.level(self.program, math.inf).peak <= beyond * scale:
             beyond = math.inf  # not so where the step's own checkpoints make less of it
         most = 2 * _TRIES if self._small else _TRIES
@@ -448,7 +317,7 @@ class Search:
             ):
                 continue
             lowered = made[0].lowered if made else self.lower(level)
-            self._look_in(order, Candidate(lowered, self.before, order, level, beyond, log))
+            self._look_in(order, Candidate(lowered, self.before, order, level, beyond, log, which=self.which))
         made = sorted((c for (k, _), c in self._looks.items() if k == key), key=lambda c: c.memory.total)
         if len(made) > 1:
             self._orders = tuple(c.order for c in made)
@@ -469,7 +338,7 @@ class Search:
         programs, however far the model has them, plans for more bytes, and all of them in XLA's other order."""
         if self.room <= 0:
             return
-        planned = [c for c in self.found if c.beyond < math.inf]
+        planned = [c for c in self.found if c.which == self.which and c.beyond < math.inf]
         asked = max((c.beyond for c in planned), default=math.inf)
         least = min((float(c.level.peak) for c in planned), default=math.inf)
         self._at_parts(least, asked, _BETWEEN)
@@ -498,7 +367,8 @@ class Search:
                 if self.fitting() or self._late:
                     return
                 if (_key(level, [name]), order) not in self._looks:
-                    of = Candidate(self.lower(level), self.before, order, level, math.inf, [name])
+                    made = self.lower(level)
+                    of = Candidate(made, self.before, order, level, math.inf, [name], which=self.which)
                     self._look_in(order, of)
 
     def _least_in(self, order: bool) -> float:
@@ -512,7 +382,11 @@ class Search:
     def _in_other_order(self) -> None:
         """The program that takes least in XLA's other order, which one look at the start may have ruled out, and, if
         that is less, those with the fewest operations, up to the first that is within the budget."""
-        alone = [c for c in self.found if (_key(c.level, c.log), not c.order) not in self._looks]
+        alone = [
+            c
+            for c in self.found
+            if c.which == self.which and (_key(c.level, c.log), not c.order) not in self._looks
+        ]
         if len(self._orders) == 1 or not alone:
             return
         nearest = min(alone, key=lambda c: c.memory.temporaries)
@@ -534,11 +408,11 @@ class Search:
         jitted = jax.jit(run, donate_argnums=self.donated, **{"keep_unused": True, **self.told})
         return jitted.lower(*self.leaves)
 
-    def seed(self, beyond: float, log: list[Any]) -> None:
+    def seed(self, row: Row) -> None:
         """Looks at a program that was found for another budget. Raises what `again` does."""
-        level = self.again(beyond, log)
-        self.planner.log = log
-        self.look(level, beyond)
+        level = self.again(row)
+        self.which, self.planner.log = row.which, row.log
+        self.look(level, row.beyond)
 
     def archive(self, known: Archive | None, best: Candidate | None, budget: str) -> Archive:
         """What is ``known`` and what was found, with ``best`` as the answer to a budget."""
@@ -547,17 +421,17 @@ class Search:
         for c in self.found:
             answers = (budget,) if c is best else ()
             beyond = min(c.beyond, _ENDLESS)
-            rows.append(Row(c.memory.total, c.level.flops, beyond, c.order, c.log, answers))
+            rows.append(Row(c.memory.total, c.level.flops, beyond, c.order, c.log, answers, c.which))
         kept: list[Row] = []
         for x in sorted(rows, key=lambda x: (x.total, x.flops)):
             if x.budgets or all(x.flops < k.flops for k in kept):
                 kept.append(x)
         return Archive((b.arguments, b.outputs, b.aliased, b.temporaries), self.operations, tuple(kept))
 
-    def again(self, beyond: float, log: Sequence[Any]) -> Level:
-        """The level that ``log`` says. Raises what reading a log that is none of this program's comes to."""
-        beyond = math.inf if beyond >= _ENDLESS else beyond
-        planner = Planner(self.planner.hold, given=iter(log))
-        if log and is_policy(log[0]):
-            return planner.by_policy(self.program, str(log[0]), beyond)
-        return planner.level(self.program, beyond)
+    def again(self, row: Row) -> Level:
+        """The level that a row's log says. Raises what reading a log that is none of this program's comes to."""
+        beyond = math.inf if row.beyond >= _ENDLESS else row.beyond
+        program, planner = self.programs[row.which], Planner(self.planner.hold, given=iter(row.log))
+        if row.log and is_policy(row.log[0]):
+            return planner.by_policy(program, str(row.log[0]), beyond)
+        return planner.level(program, beyond)

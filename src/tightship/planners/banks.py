@@ -4,12 +4,12 @@ Problem: buffers with live ranges and traffic (bytes read and written); pools wi
 the sum over buffers of traffic times the cost of a byte where it lies, counted in bytes of the fastest pool (a byte
 in a pool of a fourth of its speed costs four). Source: the objective of COSMA (Li et al., "COSMA: An Optimized
 Memory Allocation for Accelerators", 2023), of buffers that stay where they are; Lagrangian relaxation of the
-capacities at every moment (Held and Karp 1970), whose prices order a greedy choice and bound a branch and bound.
-Guarantee: ``cost`` is never below ``bound``, which no choice goes below; where they meet, the choice is optimal.
-Complexity: linear in buffers and moments for each of ``ROUNDS`` rounds of prices, a placement for each change of a
-pool; the search is exponential and ends with ``work``. Known limits: a buffer stays in one pool all its life; proofs
-are rare beyond a hundred buffers; that a choice whose bytes fit at every moment has no placement is proved only as
-far as the lower bound of packings goes.
+capacities at every moment (Held and Karp 1970), whose prices order a greedy choice, bound a sweep over what is alive
+at once (`bank_sweep`), and a branch and bound where too much is. Guarantee: ``cost`` is never below ``bound``, which
+no choice goes below; where they meet, the choice is optimal. Complexity: linear in buffers and moments for each of
+``ROUNDS`` rounds of prices, a placement for each change of a pool; the search is exponential and ends with ``work``.
+Known limits: a buffer stays in one pool all its life; proofs are rare where many buffers are alive at once; that a
+choice whose bytes fit at every moment has no placement is proved only as far as the lower bound of packings goes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tightship.errors import BadInput, VerificationFailed
 from tightship.graph import Graph, distinct
 from tightship.options import Deadline
 from tightship.plan import Buffer, Plan, Pool, Problem, Residence, Solution
+from tightship.planners.bank_sweep import sweep
 from tightship.planners.layout import ticks_of
 from tightship.planners.packing import DEFAULT, Search, check_pools, pack, spans
 from tightship.planners.place.problem import load as bytes_alive
@@ -87,7 +88,12 @@ def assign_banks(problem: Problem, planner: str = DEFAULT, search: Search | None
         best = min(best, banks.placed(relaxed.greedy(priority)), key=_rank)
     best, bound = banks.improved(best), relaxed.bound
     if best.cost > bound * (1 + _CLOSE) or not best.met:
-        best, bound = _Tree(banks, relaxed, best).search()
+        swept = relaxed.swept(best)
+        if swept is not None:
+            best = min(best, banks.placed(swept), key=_rank) if swept else best
+            bound = max(bound, min(banks.total(swept), best.cost) if swept else best.cost)
+    if best.cost > bound * (1 + _CLOSE) or not best.met:
+        best, bound = _Tree(banks, relaxed, best, bound).search()
     return banks.answer(best, min(bound, best.cost) if best.met else relaxed.bound)
 
 
@@ -455,6 +461,14 @@ class _Relaxed:
         np.add.at(change, banks.last[mine], -banks.nbytes[mine])
         return np.cumsum(change)[:-1]
 
+    def swept(self, best: _Choice) -> list[int] | None:
+        """The cheapest choice whose bytes fit at each moment; see `sweep`."""
+        banks, least = self.banks, self.reduced.min(axis=1, keepdims=True, initial=math.inf)
+        slack = best.cost * (1 - _CLOSE) - self.bound if best.met else math.inf
+        return sweep(
+            banks.parts, banks.cost, banks.capacity, self.reduced - least, slack, lambda: banks.until.over
+        )
+
     def greedy(self, priority: Floats) -> list[int]:
         """Each unit in the cheapest pool with room at every moment, in order of priority; first who has no choice."""
         banks, pool = self.banks, [0] * len(self.banks.units)
@@ -470,8 +484,8 @@ class _Relaxed:
 class _Tree:
     """Branch and bound: a pool for one unit after the other, what it costs more than at the prices being added up."""
 
-    def __init__(self, banks: _Banks, relaxed: _Relaxed, best: _Choice) -> None:
-        self.banks, self.best, self.bound = banks, best, relaxed.bound
+    def __init__(self, banks: _Banks, relaxed: _Relaxed, best: _Choice, bound: float) -> None:
+        self.banks, self.best, self.bound, self.root = banks, best, bound, relaxed.bound
         self.more = relaxed.reduced - relaxed.reduced.min(axis=1, keepdims=True, initial=np.inf)
         finite = np.where(np.isfinite(self.more), self.more, 0)
         self.order = np.argsort(-finite.max(axis=1, initial=0), kind="stable").tolist()
@@ -481,7 +495,7 @@ class _Tree:
         """The best choice, and a bound of all."""
         count, pool, held = len(self.order), [0] * len(self.order), self.banks.held(())
         ways = [self.banks.allowed(k, self.more) for k in self.order]
-        at, floor = [0] * (count + 1), [self.bound] * (count + 1)  # next way, and bound, at each depth
+        at, floor = [0] * (count + 1), [self.root] * (count + 1)  # next way, and bound, at each depth
         depth = 0
         while depth >= 0:
             if self.nodes <= 0 or self.leaves <= 0 or (self.nodes % 256 == 0 and self.banks.until.over):
@@ -505,7 +519,7 @@ class _Tree:
                 pool[k] = p
                 self.banks.add(held, k, p)
                 depth += 1
-        return self.best, min(self.open, self.best.cost)
+        return self.best, max(self.bound, min(self.open, self.best.cost))
 
     @property
     def _enough(self) -> float:

@@ -175,6 +175,9 @@ def _inline(whole: Any, call: Any, body: Body) -> None:
 _ONE_EACH: Final = CONTROL | FEEDS | LOOPS | BRANCHES | {"NoOp"}
 _SMALL: Final = 4096
 """Bytes of a constant up to which it is compared with others."""
+_READ_AS: Final = "_tightship_read_as"
+"""An attribute of a node that nobody reads any more, with the node that is read: in a graph that is written, it would
+be a result otherwise."""
 
 
 def merged(proto: Any, kept: Collection[str]) -> tuple[Any, frozenset[str]]:
@@ -195,17 +198,20 @@ def merged(proto: Any, kept: Collection[str]) -> tuple[Any, frozenset[str]]:
         attrs = tuple(
             (k, node.attr[k].SerializeToString(deterministic=True))
             for k in sorted(node.attr)
-            if k != "_output_shapes"
+            if k not in ("_output_shapes", _READ_AS)
         )
         same = first.setdefault((node.op, node.device, inputs, attrs), name)
         if same != name and name in used and name not in kept:
             one[name] = same
+    before = {n for n, node in nodes.items() if _READ_AS in node.attr and n not in used and n not in kept}
     if not one:
-        return proto, frozenset()
+        return proto, frozenset(before)
     whole = type(proto).FromString(proto.SerializeToString())
     for node in whole.node:
         node.input[:] = [_read_from(i, one) for i in node.input]
-    return whole, frozenset(one)
+        if node.name in one:
+            node.attr[_READ_AS].s = one[node.name].encode()
+    return whole, frozenset(before | one.keys())
 
 
 def _comparable(node: Any) -> bool:
