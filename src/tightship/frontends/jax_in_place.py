@@ -156,9 +156,8 @@ def early(program: Program) -> Program:
                 run(j)
             more = bool(ready)
         later = [j for j in later if j not in done]
-    first: dict[
-        int, int
-    ] = {}  # where each equation is needed first; one that costs nothing has several places
+    # Where each equation is needed first: one that costs nothing has several places.
+    first: dict[int, int] = {}
     for at, k in enumerate(order):
         for i in rows.members[k]:
             first.setdefault(i, at)

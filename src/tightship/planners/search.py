@@ -477,9 +477,8 @@ class Search:
             return "gap"
         if found.decision.ended != "gap":
             return found.decision.ended
-        return (
-            "similar" if self.near > self.options.gap else "stagnation"
-        )  # of lower targets, for the offsets
+        # What is left is of lower targets, for the offsets.
+        return "similar" if self.near > self.options.gap else "stagnation"
 
     def verified(
         self, steps: Sequence[Step], line: Timeline, layout: Layout, planner: str, began: float

@@ -34,9 +34,8 @@ class ReplacedData:
     def __init__(self, tape: Tape, mode: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._tape, self._mode = tape, mode
         self._owned: list[_Owned] = []
-        self._written: set[int] = (
-            set()
-        )  # storages of which eager has another after the step, or that it has given
+        # Storages of which eager has another after the step, or that it has given.
+        self._written: set[int] = set()
         for name, fake in named:
             self.own(name, fake)
 
