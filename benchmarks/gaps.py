@@ -124,6 +124,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     known, console = FULL | UNSEEN | OTHERS, Console()
     names = chosen.models.split(",") if chosen.models else list(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no model {unknown[0]!r}: {', '.join(known)}")
     shares = [int(share) for share in chosen.shares.split(",")]
     rows, gaps = [], []
     for name in names:
