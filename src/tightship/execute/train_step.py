@@ -303,11 +303,8 @@ class TrainStep(TrainVariants):
             try:
                 with self._as_preparing():
                     self._prepare_now(batch)
-            except (
-                Unsupported,
-                BadInput,
-                Infeasible,
-            ) as no:  # as before: it was said that the budget is not kept
+            # As before: it was said that the budget is not kept.
+            except (Unsupported, BadInput, Infeasible) as no:
                 self._fall_back(no)
         unplanned = self._in_eager = self._unplanned or self._for_now()
         if unplanned is not None:

@@ -25,6 +25,7 @@ from tightship.options import Deadline
 from tightship.plan import Plan, Step
 from tightship.planners import default
 from tightship.planners.evict.problem import EVICT, STAY, Decision, EvictionProblem
+from tightship.planners.reruns import LOOSER, SLOW
 from tightship.simulate import replay, unplanned
 from tightship.units import Budget
 
@@ -46,9 +47,6 @@ _SLACK = 30
 """By what part of it the least budget grows where what was reached is not met again."""
 _FAR = 4
 """By what part of it at most where a search says what would have been enough."""
-_SLOW, _EASED = 0.1, (0.02, 0.005)
-"""So far above the least time, as a part of the step's, the least memory takes far longer than it has to; and by what
-parts of it a little more is more."""
 _ROOM = 4
 """Of how many points one may be for a little more than the least memory."""
 _GAIN = 0.01
@@ -179,7 +177,7 @@ def frontier(
     for kept in saved.values() if "recompute" in problem.means else ():
         with suppress(TightshipError):  # `others` says which, and why
             problem.archive.offer(with_saved(problem, kept))
-    searches = points + len(beside) + len(_EASED) + 1
+    searches = points + len(beside) + len(LOOSER) + 1
     each = replace(o, seconds=o.seconds / searches, work=o.work // searches)
     made = [default.plan(graph, None, each, problem=problem)]
     tell, until = say or (lambda text: None), Deadline(began + o.seconds)
@@ -252,12 +250,13 @@ class _Search:
         least = needs(self.made[-1])
         yield least
         eased = self._eased(least, full)
+        first = 1
         if eased is not None and points >= _ROOM:
             yield eased
-            points -= 1
-        for j in range(points - 2):
-            budget = full - (full - least) * (j + 1) // (points - 1)
-            self.at(budget, f"budget {j + 2} of {points}")
+            first = 2
+        for j in range(first, points - 1):
+            budget = full - (full - least) * (j + 1 - first) // (points - first)
+            self.at(budget, f"budget {j + 1} of {points}")
             yield budget
 
     def _eased(self, least: int, full: int) -> int | None:
@@ -265,9 +264,9 @@ class _Search:
         then for the least again, which begins with what that found. The budget that is far faster still."""
         slow = self.made[-1]
         if not self._far(slow.time, slow.time_bound):
-            self.more -= len(_EASED) + 1
+            self.more -= len(LOOSER) + 1
             return None
-        budgets = [budget for part in _EASED if (budget := least + int(least * part)) < full]
+        budgets = [budget for part in LOOSER if (budget := least + int(least * part)) < full]
         for budget in budgets:
             self.at(budget, "a little more than the least memory")
         self.at(least, "the least memory again")
@@ -279,7 +278,7 @@ class _Search:
         return None
 
     def _far(self, time: float, least: float) -> bool:
-        return time - least > _SLOW * self.made[0].time_before
+        return time - least > SLOW * self.made[0].time_before
 
     def monotone(self, budgets: Sequence[int]) -> tuple[Plan, ...]:
         """For each budget the fastest of all plans within it."""

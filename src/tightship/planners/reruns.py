@@ -28,7 +28,7 @@ from tightship.planners.evict.lowering import save_random_states
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.simulate import Timeline, replay
 
-__all__ = ["Reruns"]
+__all__ = ["LOOSER", "SLOW", "Reruns"]
 
 _LARGEST = 20_000
 """Ops of graphs whose plans are changed."""
@@ -46,9 +46,9 @@ _TURNS, _FROM = 4, 3
 """How often what came of one is changed again; of how many plans that need more than there is."""
 _NEARLY = 1.1
 """How many times the budget a plan may need from which one within it is looked for."""
-_SLOW = 0.1
+SLOW = 0.1
 """So far above the goal, likewise, is far longer than it has to be."""
-_LOOSER = (0.02, 0.005)
+LOOSER = (0.02, 0.005)
 """By which parts of the budget a plan may need more from which one within it is looked for there."""
 _SEEDS = 2
 """How many other seeds are tried where the fastest plan is not close to the goal."""
@@ -96,7 +96,7 @@ class Reruns:
     def known(self) -> None:
         """Begin with what is known for a little more memory, where nothing as good is for the budget."""
         search, budget = self.search, self.search.bytes
-        line = self._reached(budget + int(budget * max(_LOOSER)))
+        line = self._reached(budget + int(budget * max(LOOSER)))
         if line is None or search.quick or not self._may() or self._reached(budget) is not None:
             return
         line = self._fastest(self._lowest(line), budget)
@@ -167,7 +167,7 @@ class Reruns:
         """Where what fits takes far longer than it has to: what a little more memory allows, made smaller. Searches
         for the least leave plans that recompute everything, and stay there."""
         search, budget = self.search, self.search.bytes
-        for part in _LOOSER if not (search.quick or self.looser) else ():
+        for part in LOOSER if not (search.quick or self.looser) else ():
             if not self._slow(best.found.timeline):
                 break
             more = budget + int(budget * part)
@@ -235,7 +235,7 @@ class Reruns:
         return self._above(line) <= _FAR * self.search.before.time
 
     def _slow(self, line: Timeline) -> bool:
-        return self._above(line) > _SLOW * self.search.before.time
+        return self._above(line) > SLOW * self.search.before.time
 
     def _above(self, line: Timeline) -> float:
         """By how many seconds steps are above the goal."""

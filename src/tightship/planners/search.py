@@ -85,7 +85,7 @@ _GATHERS = (1, 2, 4)
 
 
 _LESS = 3
-"""By what the work of such a search is divided."""
+"""By what the work of a search beside the first one is divided."""
 
 
 _PART_OF_LOOSER = 4
@@ -381,7 +381,7 @@ class Search:
         # What has to be placed keeps some time for the case that the first places do not do.
         first = clock.search.part(self._first_part())
         again = self.best is not None
-        work = self.options.work // (3 if again else 1)  # in another order
+        work = self.options.work // (_LESS if again else 1)  # in another order
         made = self._tried(problem, budget, work, progress, clock, first)
         self.last = made.found
         # What the search does not count: holes between places, and states of random numbers that are kept.
