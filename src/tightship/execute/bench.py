@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from tightship.execute import allocator
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat_ops
 from tightship.frontends.torch.capture.lower import in_place_operands
 from tightship.frontends.torch.optimizer.copy import Rehearsal, random_untouched
 from tightship.frontends.torch.program import Call, dtype_of, flat, refs_in, substitute
@@ -389,7 +389,7 @@ def in_place_inputs(graph: Graph, call: Call, device: str, room: Room) -> tuple[
     numbers = [n for n, v in enumerate(values) if v in operands and alike(v)]
     if not numbers or result.offset or graph.storages[result.storage].pool != "device":
         return ()
-    tensors, fn = _drawn(graph, call, device), compat.direct(call.fn)
+    tensors, fn = _drawn(graph, call, device), compat_ops.direct(call.fn)
 
     def run(tensors: dict[int, Any]) -> list[Any]:
         args, kwargs = (substitute(tree, tensors.__getitem__) for tree in (call.args, call.kwargs))

@@ -21,7 +21,7 @@ from tightship.execute.codecs import ON_DEVICE
 from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
 from tightship.execute.transfers import Action, Environment, Transfers, with_state
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat_ops
 from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, derivation, flat, refs_in
@@ -243,11 +243,11 @@ class _Compiler:
             return _lending(updater, _nothing(updater, positional(call, self.environment), None))
         get = positional(call, self.environment)
         more = keywords(call.kwargs, self.environment)
-        fn = compat.direct(call.fn)
-        if self.serving is not None and compat.asks_by_row(call.fn):
+        fn = compat_ops.direct(call.fn)
+        if self.serving is not None and compat_ops.asks_by_row(call.fn):
             fn = _in_one_block(fn, self.serving)
         pairs = tuple((k, v) for k, v in enumerate(results) if v >= 0)
-        shape = compat.returns_tensors(call.fn)
+        shape = compat_ops.returns_tensors(call.fn)
         if not pairs:
             return _nothing(fn, get, more)
         if shape == 1:

@@ -27,7 +27,7 @@ from tightship.execute.interrupts import Updating
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.execute.prepared import Settings
 from tightship.execute.script import device_of
-from tightship.frontends.torch import compat, compat_inductor
+from tightship.frontends.torch import compat_inductor, compat_optimizers
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, flatten_program
 from tightship.frontends.torch.capture.number_inputs import OpNumber, takes
@@ -412,7 +412,7 @@ def _begins_with_zeros(updater: Updater) -> bool:
                 one.state[param] = {k: torch.zeros_like(t) for k, t in _state_like(member)}
             param.grad = grad.clone()
             try:
-                compat.plain_step(type(optimizer))(one)
+                compat_optimizers.plain_step(type(optimizer))(one)
             except Exception:
                 return False
             state = one.state[param]

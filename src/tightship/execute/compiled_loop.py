@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from tightship.errors import Unsupported
 from tightship.execute.compiled import Asked, Measured
 from tightship.execute.eager_peak import LARGEST, Emulated
-from tightship.frontends.torch import compat, compat_inductor
+from tightship.frontends.torch import compat, compat_inductor, compat_ops
 from tightship.frontends.torch.capture.eager_loop import EagerLoop
 from tightship.frontends.torch.capture.joint import origin_of
 from tightship.frontends.torch.capture.tape import Origin
@@ -188,5 +188,5 @@ def _all_flops(graph: GraphModule) -> int:
     for n in graph.graph.nodes:
         if isinstance(n.target, torch._ops.OpOverload):
             args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: a.meta.get("val"))
-            total += compat.flops_of(n.target, args, kwargs, n.meta.get("val"))
+            total += compat_ops.flops_of(n.target, args, kwargs, n.meta.get("val"))
     return total

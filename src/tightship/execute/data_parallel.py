@@ -36,7 +36,7 @@ from tightship.execute.shards import (
     take_over,
     take_over_placed,
 )
-from tightship.frontends.torch import compat, compat_ddp, compat_distributed, compat_fully_shard
+from tightship.frontends.torch import compat_ddp, compat_distributed, compat_fully_shard, compat_optimizers
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.collectives import (
     Division,
@@ -310,7 +310,7 @@ def _check_unhooked(model: torch.nn.Module) -> None:
     those that are not late."""
     by_fully_shard = compat_distributed.distributed_by(model) == "fully_shard"
     for n, p in model.named_parameters():
-        if any(late or not by_fully_shard for late, _ in compat.gradient_hooks(p)):
+        if any(late or not by_fully_shard for late, _ in compat_optimizers.gradient_hooks(p)):
             raise Unsupported(
                 f"a hook on the parameter {n!r}, of which each rank has a part,",
                 "it would be given this rank's part of the averaged gradient, and not what eager gives it",
@@ -551,7 +551,7 @@ class Replicas(NotCopied):
 
     def agree_finite(self, scaler: Any, optimizer: Any) -> None:
         """After ``scaler.unscale_``: a gradient that is not finite on one rank is so on all."""
-        for found in compat.found_infinite(scaler, optimizer) if self.shards else ():
+        for found in compat_optimizers.found_infinite(scaler, optimizer) if self.shards else ():
             found.copy_(summed(found, self.among.group))
 
 

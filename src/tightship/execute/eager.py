@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightship.execute import allocator
-from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch import compat, compat_calls, compat_capture, compat_optimizers
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.collectives import average_now
 from tightship.frontends.torch.optimizer.copy import random_untouched
@@ -107,7 +107,7 @@ def run_eager(
         if not ending.leaves and ending.clip is not None:
             ending.clip({n: p for n, p in parameters.items() if p.grad is not None})
         if not ending.leaves and twin is not None:
-            compat.plain_step(type(twin))(twin)
+            compat_optimizers.plain_step(type(twin))(twin)
             twin.zero_grad()
         return tensors_by_name([r.detach() for r in results], parameters, buffers, twin, random_states())
     finally:
@@ -126,7 +126,7 @@ def _run_calls(
     with compat_capture.python_for_stand_ins(has_data=True), states.kept():
         for call in trace.calls:
             states.set(call.state)
-            if call.kind == "now" and isinstance(call.func, compat_capture.Special):
+            if call.kind == "now" and isinstance(call.func, compat_calls.Special):
                 call.func(*call.args, **call.kwargs)
             if call.kind == "hook":
                 parameter, hook = call.args
@@ -135,7 +135,7 @@ def _run_calls(
                 continue
             args = map_tensors(lambda t: known[trace.index[id(t)]], (call.args, call.kwargs))
             with ExitStack() as inside:
-                if isinstance(call.func, compat_capture.Special):
+                if isinstance(call.func, compat_calls.Special):
                     inside.enter_context(swapped() if call.func.is_scripted else nullcontext())
                     inside.enter_context(Inner(trace, known).with_transforms())
                 answer = call.func(*args[0], **args[1])
@@ -148,8 +148,8 @@ def _stepping_twins(optimizer: Any, twin: Any) -> Iterator[None]:
     """Hooks on parameters that step an optimizer step its copy."""
     with ExitStack() as stack:
         for own, copy in zip(each(optimizer), each(twin), strict=True) if twin is not None else ():
-            step = partial(compat.plain_step(type(copy)), copy)
-            stack.enter_context(compat.step_replaced(own, step))
+            step = partial(compat_optimizers.plain_step(type(copy)), copy)
+            stack.enter_context(compat_optimizers.step_replaced(own, step))
         yield
 
 

@@ -23,7 +23,7 @@ from tightship.baselines.torch_allocator_settings import Settings
 from tightship.execute import allocator
 from tightship.execute.bench import sample_tensor
 from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, machine
-from tightship.frontends.torch import compat, compat_distributed
+from tightship.frontends.torch import compat, compat_distributed, compat_ops
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Kind
 from tightship.frontends.torch.capture.sparse import SparseCall
 from tightship.frontends.torch.capture.tape import Record
@@ -111,7 +111,7 @@ class Kernels:
             rows.append((str(x.dtype), x.shape, x.stride, x.offset * x.dtype.itemsize % 64))
         given = substitute((r.args, r.kwargs), number.__getitem__)
         samples = [(n, _contents(t)) for n, t in r.samples.items()]
-        grad = isinstance(r.fn, compat.WithGradMode)
+        grad = isinstance(r.fn, compat_ops.WithGradMode)
         text = repr(("eager, workers too", r.target, given, rows, samples, grad, threads))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -139,7 +139,7 @@ class Kernels:
             value = Value("", 0, str(x.dtype).removeprefix("torch."), x.shape, x.stride, x.offset)
             made[v] = sample_tensor(value, "cpu", r.samples.get(n), ones=ones)
         args, kwargs = (substitute(tree, made.__getitem__) for tree in (r.args, r.kwargs))
-        return _asked_by(lambda: partial(compat.direct(r.fn), *args, **kwargs))
+        return _asked_by(lambda: partial(compat_ops.direct(r.fn), *args, **kwargs))
 
 
 def _asked_by(prepare: Callable[[], Callable[[], Any]]) -> int:

@@ -34,7 +34,7 @@ from tightship.execute.bench import (
 from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
-from tightship.frontends.torch import compat, compat_distributed
+from tightship.frontends.torch import compat, compat_distributed, compat_ops
 from tightship.frontends.torch.collectives import Collective, unsent
 from tightship.frontends.torch.optimizer.copy import traits
 from tightship.frontends.torch.optimizer.probe import BY_ITSELF
@@ -303,7 +303,7 @@ class _Profiler:
             with self.runs(k):
                 return self.update(updater, bench)
         with self.runs(k):
-            if compat.asks_by_row(call.fn):
+            if compat_ops.asks_by_row(call.fn):
                 return self.at_worst(k, call, bench)
             try:
                 return self.measured(k, call, self.work(k, call, device))
@@ -346,7 +346,7 @@ class _Profiler:
         """Of an op whose temporaries follow from data: one block with room for the most of them, which it asks for
         when each row is looked up once and too long."""
         args, kwargs = sample_arguments(self.graph, call, self.graph.ops[k].device)
-        fn, (weight, indices) = compat.direct(call.fn), args[:2]
+        fn, (weight, indices) = compat_ops.direct(call.fn), args[:2]
         rows = torch.arange(indices.numel(), device=indices.device).reshape(indices.shape) % weight.shape[0]
 
         weight.fill_(1e4)
@@ -384,7 +384,7 @@ class _Profiler:
     def work(self, k: int, call: Call, device: str, *, ones: bool = False) -> Callable[[], list[Any]]:
         contents = self.program.samples.get(k)
         args, kwargs = sample_arguments(self.graph, call, device, contents, ones=ones)
-        fn = compat.direct(call.fn)
+        fn = compat_ops.direct(call.fn)
         return lambda: flat(fn(*args, **kwargs))
 
     def where(self, k: int) -> str:
@@ -437,7 +437,7 @@ def _key(program: Program, k: int, call: Call) -> str:
     if isinstance(call.fn, Collective):
         given = (*given[:-1], len(call.fn.group(given)))
     parts: tuple[Any, ...] = (
-        (str(call.fn), compat.asks_by_row(call.fn)) if updater is None else _update_key(updater),
+        (str(call.fn), compat_ops.asks_by_row(call.fn)) if updater is None else _update_key(updater),
         _plain((given, call.kwargs), number),
         [_metadata(program, v) for v in values],
         made,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tightship.analysis.patches import DIM, Finder, Region, Rows, Take, bounds_of, made_rows
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_optimizers
 from tightship.frontends.torch.optimizer.copy import bare
 from tightship.frontends.torch.optimizer.given import independent
 from tightship.frontends.torch.optimizer.updates import Updater
@@ -114,7 +114,7 @@ def _updated(optimizer: Any, group: Mapping[str, Any], data: Sequence[torch.Tens
     one.state, one.param_groups = defaultdict(dict), [{**group, "params": [param]}]
     for gradient in data[1:]:
         param.grad = gradient.clone()
-        compat.plain_step(type(optimizer))(one)
+        compat_optimizers.plain_step(type(optimizer))(one)
     kept = one.state[param].values()
     return [param.detach(), *(x for x in kept if isinstance(x, torch.Tensor))]
 

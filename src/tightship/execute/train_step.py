@@ -27,7 +27,7 @@ from tightship.execute.prepared import (
 )
 from tightship.execute.ranks import Ranks
 from tightship.execute.train_variants import TrainVariants, check_call
-from tightship.frontends.torch import compat, compat_distributed
+from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere
 from tightship.frontends.torch.optimizer.given import each
@@ -229,7 +229,7 @@ class TrainStep(TrainVariants):
             check_no_gradients(self._owned.parameters)
             out = self._run(batch)
             self._ran = PartRuns()
-            compat.mark_stepped(self.optimizer)
+            compat_optimizers.mark_stepped(self.optimizer)
             return out
 
     def _call_in_parts(self, batch: Any) -> Any:
@@ -408,7 +408,7 @@ class TrainStep(TrainVariants):
         own = results[:count]
         del results
         if in_hooks and ending.leaves:
-            compat.mark_stepped(self.optimizer)
+            compat_optimizers.mark_stepped(self.optimizer)
         if ending.clip is not None and self.loop.clip_norm is not None:
             self.grad_norm = own.pop()
         if eager is not None:
@@ -454,7 +454,7 @@ class TrainStep(TrainVariants):
             if finite and in_eager:
                 scaler.step(self.optimizer)
             elif finite:
-                with compat.step_replaced(self.optimizer, lambda: self._run_update(variant)):
+                with compat_optimizers.step_replaced(self.optimizer, lambda: self._run_update(variant)):
                     scaler.step(self.optimizer)
             scaler.update()
         elif finite and in_eager:
@@ -485,7 +485,7 @@ class TrainStep(TrainVariants):
             self._put_away()
             variant.executor.run(variant.binding.tensors(()), consume=True, updating=self._updating)
             self._ran.add(variant, self._beside)
-        compat.mark_stepped(self.optimizer)
+        compat_optimizers.mark_stepped(self.optimizer)
 
     def _between(self, parameters: dict[str, torch.Tensor], variant: Variant | None) -> bool:
         """What is done with gradients before the update; returns whether they are finite, where that is asked."""

@@ -47,7 +47,7 @@ from tightship.execute.prepared import (
 from tightship.execute.ranks import Ranks
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
-from tightship.frontends.torch import compat, compat_ddp, compat_distributed
+from tightship.frontends.torch import compat_ddp, compat_distributed, compat_ops
 from tightship.frontends.torch.capture.checks import DATA_PARALLEL, check_hooks, check_model
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -617,7 +617,7 @@ def _trains_together(program: Program) -> bool:
     graph, sent = program.graph, set[int]()
     home = [v.storage for v in graph.values]
     for op, call in zip(graph.ops, program.calls, strict=True):
-        reads = () if compat.reads_shape_alone(call.fn) else op.inputs
+        reads = () if compat_ops.reads_shape_alone(call.fn) else op.inputs
         if compat_distributed.is_collective(call.fn) or not sent.isdisjoint(home[v] for v in reads):
             sent |= {*(home[v] for v in op.outputs), *op.mutates}
     trained = {home[s.value] for s in program.slots if s.role in ("parameter", "gradient")}

@@ -18,7 +18,7 @@ import torch
 
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
-from tightship.frontends.torch import compat, compat_compile, compat_distributed
+from tightship.frontends.torch import compat, compat_compile, compat_distributed, compat_optimizers
 from tightship.frontends.torch.compat_ddp import Buckets
 from tightship.frontends.torch.optimizer.copy import copied, stepped
 from tightship.frontends.torch.optimizer.given import independent
@@ -142,7 +142,7 @@ def _step_of(optimizer: Any) -> tuple[int, int, int]:
 def _tried(optimizer: Any, params: Sequence[torch.Tensor]) -> tuple[int, int]:
     """State and workspace of a step on copies of ``params``: the most of the first step, which creates the state, and
     of the second."""
-    step = compat.plain_step(type(optimizer))
+    step = compat_optimizers.plain_step(type(optimizer))
     kind = allocator.kind_of(str(params[0].device))
     try:
         with compat_compile.outside(), torch.random.fork_rng(enabled=True):

@@ -1,16 +1,14 @@
 """Every touch of PyTorch's private interfaces, for one version; nothing else in tightship may import them.
 
-``compat_capture``, ``compat_compile``, ``compat_inductor`` and ``compat_distributed`` are further parts of it, under
-the same rule.
+The other files called ``compat_…`` are further parts of it, under the same rule.
 
 ``require_torch`` raises ``Unsupported`` on another version, before anything private is used.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -40,21 +38,13 @@ from torch._C import _current_autograd_node  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn.modules import module as _module  # noqa: E402
-from torch.optim import optimizer as _optimizer  # noqa: E402
 from torch.utils._device import DeviceContext  # noqa: E402
-from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 DATA_ERRORS: tuple[type[Exception], ...] = (
     _fake.DataDependentOutputException,
     _fake.DynamicOutputShapeException,
 )
 """What a fake tensor raises when an op needs the data it does not have."""
-
-LAZY_BITS = {
-    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
-    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
-}
-"""Ops that only set a bit of the tensor, and those that compute the same contents."""
 
 
 # --- fake tensors and storages --------------------------------------------------------------------------------
@@ -88,12 +78,6 @@ def another(fake: torch.Tensor) -> torch.Tensor:
     return new.requires_grad_() if fake.requires_grad else new
 
 
-def asks_by_row(fn: Any) -> bool:
-    """Whether what an op asks of the allocator, row by row and for temporaries alone, follows from the numbers that
-    it is given: ``max_norm`` of embeddings asks for each row, and once more for each that is too long."""
-    return fn is torch.ops.aten.embedding_renorm_.default
-
-
 def sparse_tensor(shape: Sequence[int], rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """A sparse tensor of ``rows`` (1, n), which may come several times, and the ``values`` (n, …) of each."""
     make = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
@@ -102,18 +86,6 @@ def sparse_tensor(shape: Sequence[int], rows: torch.Tensor, values: torch.Tensor
         dtype=values.dtype, layout=torch.sparse_coo, device=values.device,
     )  # fmt: skip
     return made
-
-
-def reads_shape_alone(fn: Any) -> bool:
-    """Whether an op asks what a tensor looks like, and not what is in it."""
-    name = str(getattr(fn, "__name__", "")).partition(".")[0]
-    return name.endswith("_like") or name.startswith("new_")
-
-
-def grows_statistics(fn: Any, args: Sequence[Any]) -> bool:
-    """Whether an op gives buffers that are empty so far their size: those of fake quantization by channel."""
-    by_channel = fn is torch.ops.aten._fused_moving_avg_obs_fq_helper.default and args[11:12] == (True,)
-    return by_channel and args[3].numel() == 0
 
 
 def become(stand_in: torch.Tensor, real: torch.Tensor, *, given: bool) -> None:
@@ -210,16 +182,6 @@ def device_of_fake(tensor: Any) -> torch.device:
     return device
 
 
-def follows_metadata(fn: Any) -> bool:
-    """Whether an op writes nothing and what its results look like follows from what its arguments look like."""
-    return not (_DATA_TAGS & set(fn.tags) or fn._schema.is_mutable) and fn.namespace == "aten"
-
-
-_DATA_TAGS: Final = {
-    torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view,
-}  # fmt: skip
-
-
 def is_foreign_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in memory of NumPy's or of somebody else's."""
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
@@ -283,109 +245,12 @@ def storage_reference(tensor: torch.Tensor) -> Any:
     return _StorageReference(tensor.untyped_storage())
 
 
-# --- what an op declares --------------------------------------------------------------------------------------
-
-_ASK_BY_DATA = ("aten::linalg_matrix_exp",)
-ASKED_BY_DATA: Final = (
-    "how much memory it asks for follows from its data",
-    "use other ops (of torch.nn.utils.parametrizations.orthogonal: orthogonal_map='householder')",
-)
-"""Why what `asks_by_data` finds is not planned, and what to do."""
-_UNDECLARED = {
-    "aten::native_batch_norm": ("running_mean", "running_var"),
-    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
-    "aten::miopen_batch_norm": ("running_mean", "running_var"),
-}
-_STATISTICS = {
-    **_UNDECLARED,
-    "aten::_native_batch_norm_legit": ("running_mean", "running_var"),
-    "aten::_batch_norm_with_update": ("running_mean", "running_var"),
-}
-_WITHOUT_STATISTICS = {
-    # These two overloads do not take None for the statistics; these calls compute the same results.
-    "aten::_native_batch_norm_legit": "native_batch_norm",
-}
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie one after the other, in whatever order, without gaps."""
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-@functools.cache
-def written_arguments(fn: Any) -> tuple[tuple[int, str], ...]:
-    """(position, name) of the arguments the op's schema says it writes."""
-    return tuple(
-        (k, a.name)
-        for k, a in enumerate(fn._schema.arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    )
-
-
-@functools.cache
-def argument_positions(fn: Any) -> dict[str, int]:
-    return {a.name: k for k, a in enumerate(fn._schema.arguments)}
-
-
-def argument(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The argument of that name in a call of ``fn``; None if it is not given."""
-    if name in kwargs:
-        return kwargs[name]
-    k = argument_positions(fn).get(name, -1)
-    return args[k] if 0 <= k < len(args) else None
-
-
-def asks_by_data(fn: Any) -> bool:
-    """Whether how much memory a call asks for follows from its data: by norms, say, which choose a formula."""
-    return getattr(fn, "_schema", None) is not None and fn._schema.name in _ASK_BY_DATA
-
-
-def undeclared_writes(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of arguments a call writes without saying so in its schema (running statistics in training)."""
-    names = _UNDECLARED.get(fn._schema.name, ())
-    return names if names and argument(fn, args, kwargs, "training") else ()
-
-
-def statistics_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of arguments a call updates although its results do not depend on them (training batch norm)."""
-    names = _STATISTICS.get(fn._schema.name, ())
-    if not names or ("training" in argument_positions(fn) and not argument(fn, args, kwargs, "training")):
-        return ()
-    return names
-
-
-def without_statistics(
-    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The call with the same results that leaves running statistics alone; None where there is none."""
-    name = fn._schema.name
-    positions = argument_positions(fn)
-    if name == "aten::_batch_norm_with_update":
-        return None
-    if name in _WITHOUT_STATISTICS:
-        fn = getattr(torch.ops.aten, _WITHOUT_STATISTICS[name]).default
-    drop = {positions[n] for n in _STATISTICS[name]}
-    new_args = tuple(None if k in drop else a for k, a in enumerate(args))
-    return fn, new_args, {k: None if k in _STATISTICS[name] else v for k, v in kwargs.items()}
-
-
-class WithGradMode:
-    """A kernel that looks at grad mode: run as in a forward pass, on tensors that record nothing."""
-
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
-
-    def __repr__(self) -> str:
-        return f"{self.fn} with grad mode"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def detached(x: Any) -> Any:
-            return x.detach() if isinstance(x, torch.Tensor) else x
-
-        with torch.enable_grad():
-            return self.fn(*map(detached, args), **{k: detached(v) for k, v in kwargs.items()})
-
-
-def runnable(fn: Any) -> Callable[..., Any]:
-    """What to call, with gradients off, to run the kernel that eager's forward or backward pass runs."""
-    # oneDNN's recurrent layers save their workspace only when grad mode is on.
-    return WithGradMode(fn) if fn._schema.name == "aten::mkldnn_rnn_layer" else fn
-
+# --- random numbers -------------------------------------------------------------------------------------------
 
 _RANDOM_STATES: Final = {"cpu": torch.get_rng_state().numel(), "cuda": CUDA_ALIGNMENT}
 
@@ -409,16 +274,6 @@ def generator_of(device: str) -> torch.Generator:
     return torch.cuda.default_generators[torch.device(device).index or 0]
 
 
-def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call draws from the random state."""
-    if torch.Tag.nondeterministic_seeded not in fn.tags:
-        return False
-    # Attention kernels are tagged for their dropout and draw nothing without it.
-    return not (
-        "dropout_p" in argument_positions(fn) and argument(fn, args, kwargs, "dropout_p") in (0, None)
-    )
-
-
 def thinkable(device: str) -> str:
     """``device``, unless autograd would end the process at the first tensor there, fake or not."""
     if torch.device(device).type == "cuda" and not torch.version.cuda:
@@ -427,6 +282,12 @@ def thinkable(device: str) -> str:
             "plan for the CPU, or install PyTorch with CUDA",
         )  # fmt: skip
     return device
+
+
+def generators() -> list[torch.Generator]:
+    """Torch's own generators of random numbers, as they are in a capture as well, where setting states is refused."""
+    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *devices]
 
 
 @contextmanager
@@ -439,84 +300,6 @@ def random_states_kept(devices: Iterable[str]) -> Iterator[None]:
     finally:
         for g, state in zip(generators, states, strict=True):
             g.set_state(state)
-
-
-def is_inplace_view(fn: Any) -> bool:
-    """Whether the op changes only the metadata of its argument (``t_``, ``unsqueeze_``)."""
-    return torch.Tag.inplace_view in fn.tags
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie one after the other, in whatever order, without gaps."""
-    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
-
-
-_INDEX_PUTS = torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default
-
-
-def filled_by_mask(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The mask by which ``x[mask] = number`` fills ``x``, as its kernel does it, without asking where it is true;
-    None for any other call."""
-    if fn not in _INDEX_PUTS or len(args) != 3 or any(kwargs.values()):
-        return None
-    x, indices, value = args
-    masks = [t for t in indices if t is not None]
-    if (
-        len(masks) != 1
-        or masks[0].dtype is not torch.bool
-        or value.numel() != 1
-        or value.device.type != "cpu"
-    ):
-        return None
-    first, mask = next(k for k, t in enumerate(indices) if t is not None), masks[0]
-    last = first + mask.dim()
-    if (
-        mask.device != x.device
-        or mask.shape != x.shape[first:last]
-        or any(t is None for t in indices[first:])
-    ):
-        return None
-    return mask[(..., *[None] * (x.dim() - last))]
-
-
-def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
-    """Where a GradScaler that has unscaled an optimizer's gradients notes, as 1.0, that some are not finite."""
-    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
-
-
-def flops_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """The floating-point operations of a call by PyTorch's own formula; 0 if it has none, or one that knows no such
-    shapes (attention with fewer heads for keys than for queries)."""
-    count = flop_registry.get(fn.overloadpacket)
-    try:
-        return int(count(*args, **kwargs, out_val=out)) if count else 0
-    except (AssertionError, TypeError, ValueError):
-        return 0
-
-
-def is_composite(fn: Any, device: str) -> bool:
-    """Whether ``fn`` on ``device`` is nothing but a composition of other ops.
-
-    Some ops are compositions with kernels of their own on some devices (``silu_backward``); taking those apart
-    would give other bits than eager, which runs the kernel.
-    """
-    return bool(_composite(fn, device.partition(":")[0]))
-
-
-@functools.cache
-def _composite(fn: Any, device_type: str) -> bool:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    keys = (_DISPATCH_KEYS.get(device_type, "CPU"), "CompositeExplicitAutograd", *_NON_FUNCTIONAL)
-    return has(fn.name(), "CompositeImplicitAutograd") and not any(has(fn.name(), k) for k in keys)
-
-
-_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
-_NON_FUNCTIONAL = ("CompositeExplicitAutogradNonFunctional",)
-
-
-def decompose(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a composite op as the ops it is made of."""
-    return fn.decompose(*args, **kwargs)
 
 
 # --- autograd -------------------------------------------------------------------------------------------------
@@ -537,103 +320,6 @@ def backward_sequence() -> int:
     """Sequence number of the autograd node being run in the backward pass, or -1."""
     node = _current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
-
-
-# --- optimizers -----------------------------------------------------------------------------------------------
-
-
-def plain_step(optimizer_class: type) -> Callable[..., Any]:
-    """The class's ``step`` without the wrapper that runs hooks and profiling around it."""
-    step: Any = optimizer_class.step  # type: ignore[attr-defined]
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-@contextmanager
-def fused_on_meta() -> Iterator[None]:
-    """Fused optimizers take parameters on the meta device, too: torch knows the shapes of Adam's and AdamW's kernels
-    there, but has not the device in its list."""
-    known = _optimizer._get_fused_kernels_supported_devices
-    vars(_optimizer)["_get_fused_kernels_supported_devices"] = lambda: [*known(), "meta"]
-    try:
-        yield
-    finally:
-        vars(_optimizer)["_get_fused_kernels_supported_devices"] = known
-
-
-def optimizer_hooks(optimizer: Any) -> bool:
-    """Whether somebody asked to be called around the optimizer's step, or around that of every optimizer. Wrappers
-    that are made without ``Optimizer.__init__`` have no hooks of their own."""
-    own = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
-    every = [h for h in _optimizer._global_optimizer_pre_hooks.values() if h not in _watching]
-    return bool(own or every or _optimizer._global_optimizer_post_hooks)
-
-
-_watching: list[Any] = []
-
-
-def watch_steps(see: Callable[[Any, Any], None]) -> None:
-    """``see(optimizer, closure)`` before any optimizer steps, from now on. Hooks of ours do not count as such."""
-
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        see(optimizer, args[1] if len(args) > 1 else kwargs.get("closure"))
-
-    if not _watching:
-        _watching.append(hook)
-        _optimizer.register_optimizer_step_pre_hook(hook)
-
-
-def replaced_step(optimizer: Any) -> Any:
-    """The ``step`` among the optimizer's attributes; None if there is none, or one that only counts calls for a
-    learning-rate scheduler."""
-    step = vars(optimizer).get("step")
-    if step is None or not getattr(step, "_wrapped_by_lr_sched", False):
-        return step
-    inner, usual = getattr(step, "__wrapped__", None), type(optimizer).step
-    return None if inner in (usual, getattr(usual, "__wrapped__", usual)) else step
-
-
-@contextmanager
-def step_called(optimizer: Any, step: Callable[..., Any]) -> Iterator[None]:
-    """``optimizer.step`` is ``step``: for whoever calls it, such as a ``GradScaler``."""
-    before = vars(optimizer).get("step")
-    optimizer.step = step
-    try:
-        yield
-    finally:
-        if before is None:
-            del optimizer.step
-        else:
-            optimizer.step = before
-
-
-def step_replaced(optimizer: Any, step: Callable[[], None]) -> AbstractContextManager[None]:
-    """As `step_called`, without the arguments."""
-    return step_called(optimizer, lambda *args, **kwargs: step())
-
-
-@contextmanager
-def steps_seen(see: Callable[[Any], None]) -> Iterator[None]:
-    """``see(optimizer)`` before any optimizer steps."""
-    handle = _optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def gradient_hooks(tensor: torch.Tensor) -> list[tuple[bool, Callable[..., Any]]]:
-    """What somebody asked to be called when the tensor gets its gradient; true where that is when it is there."""
-    late = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    if not tensor._backward_hooks and not late:
-        return []
-    early = tensor._backward_hooks or {}
-    return [*((False, fn) for fn in early.values()), *((True, fn) for fn in (late or {}).values())]
-
-
-def generators() -> list[torch.Generator]:
-    """Torch's own generators of random numbers, as they are in a capture as well, where setting states is refused."""
-    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, *devices]
 
 
 # --- running ops ----------------------------------------------------------------------------------------------
@@ -678,19 +364,6 @@ def without_overrides() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def direct(fn: Any) -> Any:
-    """What ``fn(*args)`` ends up calling, without the Python frame in between."""
-    return fn._op if isinstance(fn, torch._ops.OpOverload) else fn
-
-
-def returns_tensors(fn: Any) -> int:
-    """How many tensors ``fn`` returns: 1 means the tensor itself, more a tuple; -1 for anything else."""
-    if not isinstance(fn, torch._ops.OpOverload):
-        return -1
-    kinds = [str(r.type) for r in fn._schema.returns]
-    return len(kinds) if kinds and all(k == "Tensor" for k in kinds) else -1
-
-
 # --- where tensors live ---------------------------------------------------------------------------------------
 
 
@@ -727,9 +400,3 @@ def process_settings() -> tuple[Any, ...]:
         backends.math_sdp_enabled(),
         backends.cudnn_sdp_enabled(),
     )
-
-
-def mark_stepped(optimizer: Any) -> None:
-    """What ``optimizer.step()`` leaves behind for learning-rate schedulers, which warn without it."""
-    for one in getattr(optimizer, "optimizers", (optimizer,)):
-        one._opt_called = True

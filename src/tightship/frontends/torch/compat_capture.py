@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable
-from tightship.frontends.torch import compat_distributed, scalar_lists
 from tightship.frontends.torch.compat import require_torch
 
 require_torch()
@@ -86,124 +85,7 @@ def reparametrized(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
         yield
 
 
-# --- calls that torch's function modes do not see -------------------------------------------------------------
-
-
-class Special:
-    """Such a call as a function: equal for the same ``owner``; ``inner_code`` is the caller's Python in it, and
-    ``keys`` what its outcome follows from beside its arguments, as far as it is known."""
-
-    keys: tuple[Any, ...] = ()
-
-    def __init__(
-        self, name: str, call: Callable[..., Any], owner: Any, inner_code: tuple[Any, ...] = ()
-    ) -> None:
-        self.__name__, self._call, self.owner, self.inner_code = name, call, owner, inner_code
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    @property
-    def is_scripted(self) -> bool:
-        return self.owner in (torch._C.ScriptFunction, torch._C.ScriptMethod)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Special) and other._parts() == self._parts()
-
-    def _parts(self) -> tuple[Any, ...]:
-        return self.__name__, self.owner, self.inner_code, self.keys
-
-    def __hash__(self) -> int:
-        return hash(self.__name__)
-
-
-Seen = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-
-@contextmanager
-def calls_seen(seen: Seen, *, within: bool = False) -> Iterator[None]:
-    """``seen(function, args, kwargs)`` makes calls of autograd functions, scripted code and functional transforms,
-    and is told when autocast forgets what it has converted. ``within``: inside of such a call, where what hands back
-    functions is seen, too."""
-
-    def through(owner: Any, name: str) -> Any:
-        call = getattr(owner, name)
-        return lambda *args, **kwargs: seen(Special(name, call, owner), args, kwargs)
-
-    with ExitStack() as stack:
-        stack.enter_context(_applications_seen(seen))
-        inner = _WITHIN if within else ()
-        for owner, name in (*_UNSEEN, *inner, *compat_distributed.methods_of_parts()):
-            stack.enter_context(_patched(owner, name, through(owner, name)))
-        yield
-
-
-_APPLY: types.FunctionType = vars(torch.autograd.Function)["apply"].__func__
-_apply = types.FunctionType(
-    _APPLY.__code__, _APPLY.__globals__, _APPLY.__name__, _APPLY.__defaults__, _APPLY.__closure__
-)
-"""`torch.autograd.Function.apply`, whatever the code of that one is just now."""
-_seen_by: dict[int, Seen] = {}
-"""By thread, who is told of autograd functions."""
-_swapping = threading.Lock()
-
-
-class _Standing:
-    """Has the code that `torch.autograd.Function.apply` has meanwhile: who has bound it before, as PyTorch's
-    documentation advises (``relu = ReLU.apply``), holds the same function, and is not told of another one."""
-
-    @classmethod
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        __class__  # type: ignore[name-defined]  # noqa: B018 - a free variable, as what this stands in for has
-        from tightship.frontends.torch.compat_capture import _applied
-
-        return _applied(cls, *args, **kwargs)
-
-
-def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    seen = _seen_by.get(threading.get_ident())
-    if seen is None:
-        return _apply(cls, *args, **kwargs)
-    code = (cls.forward, cls.backward, *([cls.setup_context] if _has_setup(cls) else []))
-    return seen(Special(f"{cls.__name__}.apply", functools.partial(_apply, cls), cls, code), args, kwargs)
-
-
-@contextmanager
-def _applications_seen(seen: Seen) -> Iterator[None]:
-    """``seen`` makes the calls of autograd functions on this thread."""
-    mine = threading.get_ident()
-    with _swapping:
-        outer = _seen_by.get(mine)
-        _seen_by[mine] = seen
-        _APPLY.__code__ = vars(_Standing)["apply"].__func__.__code__
-    try:
-        with nothing_compiled_elsewhere():
-            yield
-    finally:
-        with _swapping:
-            del _seen_by[mine]
-            if outer is not None:
-                _seen_by[mine] = outer
-            if not _seen_by:
-                _APPLY.__code__ = _apply.__code__
-
-
-def _has_setup(cls: Any) -> bool:
-    return cls.setup_context is not torch.autograd.Function.setup_context
-
-
-_UNSEEN: list[tuple[Any, str]] = [
-    (torch._C.ScriptFunction, "__call__"),
-    (torch._C.ScriptMethod, "__call__"),
-    (importlib.import_module("torch._functorch.apis"), "vmap_impl"),
-    (importlib.import_module("torch._functorch.eager_transforms"), "grad_impl"),
-    (importlib.import_module("torch._functorch.eager_transforms"), "grad_and_value_impl"),
-    (torch, "clear_autocast_cache"),
-]
-_WITHIN = [
-    (importlib.import_module("torch._functorch.eager_transforms"), name)
-    for name in ("_vjp_with_argnums", "_jvp_with_argnums")
-]
+# --- modes ----------------------------------------------------------------------------------------------------
 
 
 class States:
@@ -258,111 +140,6 @@ def modes_asked() -> Iterator[None]:
 def has_missed_data(error: RuntimeError) -> bool:
     """Whether code that no mode has seen has looked for the data of a tensor without."""
     return "its data is not allocated yet" in str(error)
-
-
-# --- ops that read data by themselves -------------------------------------------------------------------------
-# The ops of packed sequences read the batch size of each step from memory, in C++, where a tensor without data has
-# none. What they are made of is called here instead, by the rules of ATen/native/PackedSequence.cpp and RNN.cpp.
-
-
-class DataReaders:
-    """Makes such calls. ``contents(tensor, op)`` is a tensor with the data that the ops that follow depend on."""
-
-    def __init__(self, contents: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
-        self._contents = contents
-
-    def instead(self, func: Any) -> Any:
-        """What is called in the place of ``func``. No function mode: some modules take another path under one."""
-        name = getattr(func, "__name__", "")
-        if name == "_pack_padded_sequence":
-            return lambda *args: _Pack.apply(*args, self._contents)  # type: ignore[no-untyped-call]
-        if name == "_pad_packed_sequence":
-            return lambda *args: _padded(self._contents, *args)
-        if name not in _PACKED and name != "tensor_split":
-            return scalar_lists.instead(func)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if name in _PACKED and args[0].is_cuda and torch.backends.cudnn.enabled:
-                raise Unplannable(
-                    f"{name} with cuDNN", "it reads where its weights lie, and draws from a state of its own",
-                    "say torch.backends.cudnn.enabled = False around it: then it is planned as PyTorch's own ops",
-                )  # fmt: skip
-            if (
-                len(args) > 1
-                and isinstance(args[1], torch.Tensor)
-                and isinstance(_list_of(name, args), _MANY)
-            ):
-                packet = getattr(torch.ops.aten, name)
-                op = packet.tensor_indices_or_sections if name == "tensor_split" else packet.data
-                args = args[0], self._contents(args[1], op), *args[2:]
-            return func(*args, **kwargs)
-
-        return called
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Packed sequences, wherever modules call for them, and tensors made of lists in which tensors are."""
-        packed = [(torch._VF, name) for name in ("_pack_padded_sequence", "_pad_packed_sequence", *_PACKED)]
-        with ExitStack() as stack:
-            for owner, name in (*packed, *((torch, name) for name in scalar_lists.FUNCTIONS)):
-                stack.enter_context(_patched(owner, name, self.instead(getattr(owner, name))))
-            yield
-
-
-def _list_of(name: str, args: Any) -> Any:
-    return args[_PACKED[name]] if name in _PACKED else ()
-
-
-_PACKED = {"lstm": 2, "gru": 3, "rnn_tanh": 3, "rnn_relu": 3}
-"""Recurrent nets, and which argument is a list where the first two are a packed sequence."""
-_MANY = (list, tuple)
-
-
-class _Pack(torch.autograd.Function):
-    """``_pack_padded_sequence``, whose gradient reads data."""
-
-    @staticmethod
-    def forward(ctx: Any, given: Any, lengths: Any, batch_first: bool, contents: Any) -> Any:
-        op: Any = torch.ops.aten._pack_padded_sequence.default
-        packed, _ = op(given, lengths, batch_first)
-        steps = int(contents(lengths, op).max())
-        sizes = (lengths > torch.arange(steps).unsqueeze(1)).sum(1)  # which follow from the lengths alone
-        ctx.mark_non_differentiable(sizes)
-        ctx.shape, ctx.batch_first = given.shape, batch_first
-        ctx.sizes = contents(sizes, op).tolist()
-        return packed, sizes
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
-        shape = list(ctx.shape)
-        if ctx.batch_first:
-            shape[:2] = shape[1::-1]
-        made, at = gradient.new_zeros(shape), 0
-        for step, n in enumerate(ctx.sizes):
-            made[step].narrow(0, 0, n).copy_(gradient.narrow(0, at, n))
-            at += n
-        return made.transpose(0, 1) if ctx.batch_first else made, None, None, None
-
-
-def _padded(
-    contents: Any, data: Any, batch_sizes: Any, batch_first: bool, padding: float, total: int
-) -> tuple[Any, Any]:
-    """``_pad_packed_sequence``."""
-    op: Any = torch.ops.aten._pad_packed_sequence.default
-    sizes = contents(batch_sizes, op).tolist()
-    if 0 < total < len(sizes):
-        raise ValueError(f"total_length={total} is less than the longest sequence of {len(sizes)} steps")
-    made = data.new_full((max(total, len(sizes)), sizes[0], *data.shape[1:]), padding)
-    at = first = 0
-    for step, n in enumerate((*sizes[1:], 0), 1):
-        last = sizes[step - 1]
-        if n != last:
-            count = last * (step - first)
-            part = data.narrow(0, at, count).view(step - first, last, *data.shape[1:])
-            made.narrow(0, first, step - first).narrow(1, 0, last).copy_(part)
-            at, first = at + count, step
-    lengths = (batch_sizes.unsqueeze(1) > torch.arange(sizes[0])).sum(0)
-    return made.transpose(0, 1) if batch_first else made, lengths
 
 
 # --- capture --------------------------------------------------------------------------------------------------
@@ -448,7 +225,7 @@ class _CallThrough:
 
 
 @contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, ``owner`` has another function, class or value by that name; functions for this thread alone."""
     before = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
     with nothing_compiled_elsewhere():
@@ -494,7 +271,7 @@ def resizes_seen(seen: Callable[[int, int], None]) -> Iterator[None]:
         seen(int(self._cdata), int(nbytes))
         return found
 
-    with _patched(owner, "resize_", resize):
+    with patched(owner, "resize_", resize):
         yield
 
 
@@ -527,28 +304,28 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
         enter = stack.enter_context
         if has_data:
             for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
-                enter(_patched(script, "__call__", _without_gradients(script.__call__)))
+                enter(patched(script, "__call__", _without_gradients(script.__call__)))
         _drawing_anew.set(False)  # code that failed in a checkpoint may have left it
         if not checkpoints:
-            enter(_patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
-            enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
-        enter(_patched(torch.nn.Module, "_apply", _apply_nothing))
+            enter(patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
+            enter(patched(_checkpoint, "CheckpointFunction", _CallThrough))
+        enter(patched(torch.nn.Module, "_apply", _apply_nothing))
         enter(torch.compiler.set_stance("force_eager"))
-        enter(_patched(torch.overrides, "has_torch_function", _has_own_function))
+        enter(patched(torch.overrides, "has_torch_function", _has_own_function))
         if not has_data:
-            enter(_patched(torch.distributions.Distribution, "_validate_args", False))
+            enter(patched(torch.distributions.Distribution, "_validate_args", False))
         for kind, check in _MATRICES:
-            enter(_patched(kind, "check", check))
+            enter(patched(kind, "check", check))
         for owner, name in _SEEDING if not checkpoints else ():
-            enter(_patched(owner, name, _refuse_seed))
+            enter(patched(owner, name, _refuse_seed))
         if has_data and "transformers" in sys.modules:
-            enter(_patched(importlib.import_module("transformers.utils.import_utils"), "is_fake_tensor", _no))
+            enter(patched(importlib.import_module("transformers.utils.import_utils"), "is_fake_tensor", _no))
             models = sys.modules.get(
                 "transformers.modeling_utils"
             )  # other packages load transformers without it
             if models is not None:
                 # Reads the batch to warn about padding, which would make a guard of a warning.
-                enter(_patched(models.PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing))
+                enter(patched(models.PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing))
         yield
 
 
@@ -605,7 +382,7 @@ def random_states_seen(seen: Callable[[torch.Tensor], object]) -> Iterator[None]
 
     with ExitStack() as stack:
         for owner in (torch, torch.random):
-            stack.enter_context(_patched(owner, "get_rng_state", made(torch.default_generator.get_state)))
+            stack.enter_context(patched(owner, "get_rng_state", made(torch.default_generator.get_state)))
         yield
 
 
@@ -623,7 +400,7 @@ def recomputations_seen(begin: Callable[[], object], end: Callable[[], object]) 
         leave_hook(self, *error)
         end()
 
-    with _patched(hook, "__enter__", entered), _patched(hook, "__exit__", left):
+    with patched(hook, "__enter__", entered), patched(hook, "__exit__", left):
         yield
 
 
@@ -637,7 +414,7 @@ def quiet_engine() -> Iterator[None]:
             stack.callback(gc.enable)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Logs the whole stack where a formula fails, also when the kernel is then asked instead.
-        stack.enter_context(_patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         yield
 
 
@@ -655,7 +432,7 @@ def inside_backward(
         with enter(), _told(roots, done) if done is not None else nullcontext():
             return run(roots, *args, **kwargs)
 
-    with _patched(torch.autograd, "_engine_run_backward", engine):
+    with patched(torch.autograd, "_engine_run_backward", engine):
         yield
 
 

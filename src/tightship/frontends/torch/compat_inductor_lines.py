@@ -15,7 +15,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.builder import trace_line
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat_ops
 from tightship.frontends.torch.compat_inductor_masks import is_mask, set_by_values
 from tightship.frontends.torch.compiled_collectives import NAMESPACE, number_of, sends_by_itself
 
@@ -363,8 +363,8 @@ def _lazily(node: Any) -> tuple[str, ...]:
 def _kernel(node: Any) -> Kernel:
     """The kernel as Inductor's line would call it, on tensors of the same metadata."""
     kind, op = type(node).__name__, getattr(node, "op_overload", None)
-    if compat.asks_by_data(op):
-        raise Unsupported(f"{op} at {_place(node)}", *compat.ASKED_BY_DATA)
+    if compat_ops.asks_by_data(op):
+        raise Unsupported(f"{op} at {_place(node)}", *compat_ops.ASKED_BY_DATA)
     if sends_by_itself(op):
         raise Unsupported(
             f"the collective {op} at {_place(node)}, in compiled mode",

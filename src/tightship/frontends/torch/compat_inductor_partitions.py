@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch.compat import VERSION, is_random
+from tightship.frontends.torch.compat import VERSION
 from tightship.frontends.torch.compat_compile import (
     is_backward,
     is_tangent,
@@ -27,6 +27,7 @@ from tightship.frontends.torch.compat_compile import (
 )
 from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, EXISTS, LEAN, ORIGIN
 from tightship.frontends.torch.compat_inductor_tracing import failing
+from tightship.frontends.torch.compat_ops import is_random
 from tightship.frontends.torch.compiled_collectives import is_wait, number_of
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat_optimizers
 
 __all__ = ["MissingGradients", "leave_out"]
 
@@ -29,7 +29,7 @@ def leave_out(tensors: Iterable[torch.Tensor]) -> None:
     for t in tensors:
         _left[id(t)] = weakref.ref(t)
     if _left:
-        compat.watch_steps(_stepping)
+        compat_optimizers.watch_steps(_stepping)
 
 
 def _stepping(optimizer: Any, closure: Any) -> None:

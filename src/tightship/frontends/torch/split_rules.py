@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat_ops
 from tightship.frontends.torch.capture.lower import elementwise
 from tightship.frontends.torch.capture.tape import TapeValue
 from tightship.frontends.torch.program import Ref
@@ -221,7 +221,7 @@ def _is_shape(x: Any) -> bool:
 
 def in_place(fn: Any) -> bool:
     """Whether an op maps its first argument element by element, in place."""
-    written = compat.written_arguments(fn)
+    written = compat_ops.written_arguments(fn)
     name = fn._schema.name
     if len(written) != 1 or written[0][0] != 0:
         return False

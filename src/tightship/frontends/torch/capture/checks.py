@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput, Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_distributed
+from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.state_restore import Change
 from tightship.frontends.torch.program import Program
 
@@ -72,7 +72,7 @@ def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterabl
             "remove it, or hook the tensor in the forward pass (tensor.register_hook)",
         )  # fmt: skip
     for n, p in parameters:
-        if compat.gradient_hooks(p):
+        if compat_optimizers.gradient_hooks(p):
             raise Unsupported(
                 f"a hook on the parameter {n!r}",
                 "this capture runs none",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightship.errors import CheckFailed, Unplannable, Unsupported
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_ops
 from tightship.frontends.torch.capture.assertions import answer_without_error
 from tightship.frontends.torch.capture.known_truths import Reader, name_of
 from tightship.frontends.torch.capture.random_state import random_state_before
@@ -236,7 +236,7 @@ class Questions:
     def shapes(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
         """What the results of ``fn`` look like (``form_of``); raises as ``value``."""
         names = _SHAPED_BY.get(fn._schema.name, ())
-        given = [compat.argument(fn, args, kwargs, n) for n in names]
+        given = [compat_ops.argument(fn, args, kwargs, n) for n in names]
         wanted = list(dict.fromkeys(refs_in(given)))
         if not wanted:
             raise unsupported(fn, origin, "the shape of its result")
@@ -269,7 +269,7 @@ class Questions:
         name = fn._schema.name
         if name not in _MEASURED_BY:
             return {}
-        given = [compat.argument(fn, args, kwargs, n) for n in _MEASURED_BY[name]]
+        given = [compat_ops.argument(fn, args, kwargs, n) for n in _MEASURED_BY[name]]
         wanted = list(dict.fromkeys(refs_in(given)))
         if "index" in name:  # zeros are as good as any other index
             wanted = [v for v in wanted if self._tape.values[v].dtype in _MASKS]

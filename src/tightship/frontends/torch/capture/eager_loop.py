@@ -30,6 +30,8 @@ from tightship.frontends.torch import (
     compat_distributed,
     compat_fully_shard,
     compat_inductor,
+    compat_optimizers,
+    compat_packed,
 )
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided
 from tightship.frontends.torch.capture.sparse import LoopSparse, parts_of
@@ -371,7 +373,7 @@ class EagerLoop(Capture):
         self.tape = _LifeTape()
         recorder = _CompiledRecorder if compiled else _LifeRecorder
         self.recorder = recorder(self.tape, self.mode, self.tracker)
-        self.readers = compat_capture.DataReaders(self.recorder.contents)
+        self.readers = compat_packed.DataReaders(self.recorder.contents)
         self.with_data = self.has_data
         self._homes: dict[int, str] = {}
         self._given_batch = self._shared_in(batch)
@@ -556,7 +558,7 @@ class EagerLoop(Capture):
                     with self.recorder.in_phase("update"), self._here():
                         return _step(*args, **kwargs)
 
-                stack.enter_context(compat.step_called(one, step))
+                stack.enter_context(compat_optimizers.step_called(one, step))
             yield
 
     @contextmanager

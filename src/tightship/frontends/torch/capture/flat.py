@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from tightship.errors import TightshipError, Unsupported
-from tightship.frontends.torch import compat, compat_inductor_tracing
+from tightship.frontends.torch import compat, compat_inductor_tracing, compat_optimizers
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.number_inputs import OpNumber, computed
 from tightship.frontends.torch.capture.whole_ops import Told, called_whole, is_whole, told_by
@@ -439,7 +439,7 @@ def _update(
         with _InDoubles(hints, cls.__name__, known=known), ExitStack() as stack:
             if by_value:
                 stack.enter_context(compat_inductor_tracing.as_if_compiling())
-            compat.plain_step(cls)(one)
+            compat_optimizers.plain_step(cls)(one)
     except TightshipError:
         raise
     except Exception as error:

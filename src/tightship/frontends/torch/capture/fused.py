@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import Unsupported
 from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.torch import compat, compat_compile, compat_inductor
+from tightship.frontends.torch import compat_compile, compat_inductor, compat_ops
 from tightship.frontends.torch.capture.fused_nodes import (
     INDEXED,
     arguments,
@@ -460,7 +460,7 @@ class Fusing:
         if not is_pointwise(n) and not is_reduction(n):
             args, kwargs = arguments(n)
             if isinstance(n.target, torch._ops.OpOverload):
-                flops = compat.flops_of(n.target, args, kwargs, n.meta.get("val"))
+                flops = compat_ops.flops_of(n.target, args, kwargs, n.meta.get("val"))
         storages = self.builder.storages
         traffic = sum(storages[self.builder.storage_of(v)].size for v in (*reads, *outs))
         return flops, modeled_time(flops, traffic)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat, compat_distributed
+from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.checks import check_held
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.parts_written import check_gathered
@@ -273,6 +273,6 @@ class StepCapture(Capture):
 
         with ExitStack() as stack:
             for k, part in enumerate(updates.parts if updates is not None else ()):
-                stack.enter_context(compat.step_replaced(part.optimizer, partial(stepped, k)))
-            stack.enter_context(compat.steps_seen(refuse))
+                stack.enter_context(compat_optimizers.step_replaced(part.optimizer, partial(stepped, k)))
+            stack.enter_context(compat_optimizers.steps_seen(refuse))
             yield

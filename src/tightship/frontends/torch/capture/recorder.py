@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture, compat_distributed
+from tightship.frontends.torch import compat, compat_capture, compat_distributed, compat_ops
 from tightship.frontends.torch.capture.data_guards import (
     READS_DATA,
     Guard,
@@ -90,14 +90,14 @@ class Recorder(compat.TorchDispatchMode):
             out = fn(*args)
             self.tape.constant(out, args[0])
             return out
-        if fn in compat.LAZY_BITS:
+        if fn in compat_ops.LAZY_BITS:
             with self:  # the bits are not part of the bytes; do now what they put off
-                return compat.LAZY_BITS[fn](*args)
-        if (mask := compat.filled_by_mask(fn, args, kwargs)) is not None:
+                return compat_ops.LAZY_BITS[fn](*args)
+        if (mask := compat_ops.filled_by_mask(fn, args, kwargs)) is not None:
             with self:
                 own = args[0] if fn._schema.is_mutable else torch.ops.aten.clone.default(args[0])
                 return torch.ops.aten.masked_fill_.Tensor(own, mask, torch.ops.aten.view.default(args[2], []))
-        if compat.is_composite(fn, _device(args)):
+        if compat_ops.is_composite(fn, _device(args)):
             return self._decomposed(fn, args, kwargs)
         if self.phase == "backward" and (out := self.sparse.instead(fn, args, kwargs)) is not NotImplemented:
             return out
@@ -153,12 +153,12 @@ class Recorder(compat.TorchDispatchMode):
                 f"{fn} at {origin} with a generator", "the step draws from torch's own random state alone",
                 "leave generator out",
             )  # fmt: skip
-        if compat.grows_statistics(fn, args):
+        if compat_ops.grows_statistics(fn, args):
             raise Unplannable(
                 f"{fn} at {origin} on statistics without a size", "it gives them one in its first run",
                 "run the model once on a batch before fit (in training mode), then steps are planned",
             )  # fmt: skip
-        if compat_capture.draws_anew() and compat.is_random(fn, args, kwargs):
+        if compat_capture.draws_anew() and compat_ops.is_random(fn, args, kwargs):
             raise Unplannable(
                 f"{fn} at {origin} in a checkpoint with preserve_rng_state=False",
                 "eager draws other numbers when it recomputes", "leave preserve_rng_state=False out",
@@ -167,7 +167,7 @@ class Recorder(compat.TorchDispatchMode):
             out = self._run(fn, args, kwargs, origin)
         except compat.DATA_ERRORS:
             out = made_of(self.questions.shapes(fn, taken, taken_kw, origin))
-        flops = compat.flops_of(fn, args, kwargs, out)
+        flops = compat_ops.flops_of(fn, args, kwargs, out)
         samples = self.questions.samples(fn, taken, taken_kw, origin)
         record = self.tape.record(fn, taken, taken_kw, out, phase=self.phase, origin=origin, flops=flops)
         if record is not None:
@@ -217,7 +217,7 @@ class Recorder(compat.TorchDispatchMode):
     def _decomposed(self, fn: Any, args: Any, kwargs: Any) -> Any:
         # Composite ops arrive here only where autograd is switched off altogether (inference mode).
         with self:
-            return compat.decompose(fn, args, kwargs)
+            return compat_ops.decompose(fn, args, kwargs)
 
     def _faked(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
@@ -537,8 +537,8 @@ class Prober:
     def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, bool]:
         """The metadata of the real results, None if the op cannot be run on zeros; and whether each result lies in a
         storage of its own."""
-        run = compat.runnable(fn) if torch.is_grad_enabled() else fn
-        draws = compat.is_random(fn, args, kwargs)
+        run = compat_ops.runnable(fn) if torch.is_grad_enabled() else fn
+        draws = compat_ops.is_random(fn, args, kwargs)
         devices = {"cpu", *(str(t.device) for t in tensors_in((args, kwargs, out)))} if draws else ()
         with compat.without_modes(), torch.no_grad(), compat.random_states_kept(devices):
             try:
@@ -595,7 +595,7 @@ def _apart(tensors: list[torch.Tensor]) -> bool:
 
 @cache
 def _follows_metadata(fn: Any) -> bool:
-    return compat.follows_metadata(fn)
+    return compat_ops.follows_metadata(fn)
 
 
 def _believable(fn: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
@@ -613,7 +613,7 @@ def _probable(
     fn: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor], limit: int
 ) -> bool:
     """Whether the op may be run on zeros: it writes nothing, makes new tensors of moderate size."""
-    if compat.written_arguments(fn) or compat_distributed.is_collective(fn):
+    if compat_ops.written_arguments(fn) or compat_distributed.is_collective(fn):
         return False
     storages = {compat.storage_key(t) for t in tensors}
     if any(compat.storage_key(t) in storages for t in fresh):

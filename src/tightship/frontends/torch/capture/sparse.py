@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightship.errors import Unplannable
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_ops
 from tightship.frontends.torch.program import map_tree, tensors_in
 
 __all__ = ["LoopSparse", "Pair", "SparseCall", "SparseGradients", "parts_of"]
@@ -191,7 +191,7 @@ class SparseCall:
     def prepare(self) -> partial[Any]:
         """The call, on tensors made for it."""
         made = partial(_mapped, lambda x: x.made() if type(x) is _Like else x)
-        return partial(compat.direct(self.op), *made(self.args), **made(self.kwargs))
+        return partial(compat_ops.direct(self.op), *made(self.args), **made(self.kwargs))
 
 
 def _mapped(fn: Callable[[Any], Any], tree: Any) -> Any:

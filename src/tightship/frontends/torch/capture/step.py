@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.torch import compat, compat_capture, compat_distributed
+from tightship.frontends.torch import compat, compat_capture, compat_distributed, compat_packed
 from tightship.frontends.torch.capture.checks import (
     check_changes,
     check_model,
@@ -169,7 +169,7 @@ class Capture:
         self.tape.repeats = compat_distributed.imagined_ranks()  # all of which would run the same plan
         self.tracker = Tracker({m: n for n, m in model.named_modules()})
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
-        self.readers = compat_capture.DataReaders(self.recorder.contents)
+        self.readers = compat_packed.DataReaders(self.recorder.contents)
         self.changes: list[Change] = []
         self._state_values: dict[Any, int] = {}
         self._differentiable: dict[torch.Tensor, torch.Tensor] = {}  # tensors of the batch, by stand-in

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture, compat_distributed
+from tightship.frontends.torch import compat, compat_capture, compat_distributed, compat_ops
 from tightship.frontends.torch.collectives import Collective, collective
 from tightship.frontends.torch.program import Call, Ref, leaves_in, map_tree, refs_in
 from tightship.graph import aligned, alignment_of
@@ -311,18 +311,20 @@ class Tape:
         flops: int = 0,
     ) -> Record | None:
         """Take down an ATen call whose ``args`` hold ``Ref``s and whose result is ``out``; None for a view."""
-        if self.grad and compat.asks_by_data(fn):
-            raise Unplannable(f"{fn} at {origin}", *compat.ASKED_BY_DATA)
+        if self.grad and compat_ops.asks_by_data(fn):
+            raise Unplannable(f"{fn} at {origin}", *compat_ops.ASKED_BY_DATA)
         known = len(self.storages)
         place = f"{fn} · {origin}"
         outs = list(leaves_in(out))
         tensors = [o for o in outs if isinstance(o, torch.Tensor)]
         values = [self.value(o, place) if isinstance(o, torch.Tensor) else -1 for o in outs]
-        if compat.is_inplace_view(fn) or compat_distributed.is_wait(fn):
+        if compat_ops.is_inplace_view(fn) or compat_distributed.is_wait(fn):
             return None
-        writes = [v for k, n in compat.written_arguments(fn) for v in self._given(args, kwargs, k, n)]
-        names = compat.undeclared_writes(fn, args, kwargs)
-        writes += [v for n in names for v in self._given(args, kwargs, compat.argument_positions(fn)[n], n)]
+        writes = [v for k, n in compat_ops.written_arguments(fn) for v in self._given(args, kwargs, k, n)]
+        names = compat_ops.undeclared_writes(fn, args, kwargs)
+        writes += [
+            v for n in names for v in self._given(args, kwargs, compat_ops.argument_positions(fn)[n], n)
+        ]
         made: list[int] = []
         results: list[int] = []
         for v in values:
@@ -330,7 +332,7 @@ class Tape:
             results.append(v if new else -1)
             if new:
                 made.append(self.storage(v))
-        random = compat.is_random(fn, args, kwargs)
+        random = compat_ops.is_random(fn, args, kwargs)
         sent = self.sent(fn)
         effect = sent is not None and not (self.repeats and sent.repeatable)
         effect = effect or not (tensors or writes or fn._schema.returns)
@@ -343,7 +345,7 @@ class Tape:
         r.flops = flops or sum(t.numel() for t in tensors)
         r.stays = sent is not None and self.sends
         self._statistics(r)
-        r.fn = sent or (compat.runnable(fn) if self.grad else fn)
+        r.fn = sent or (compat_ops.runnable(fn) if self.grad else fn)
         self.records.append(r)
         return r
 
@@ -360,12 +362,12 @@ class Tape:
         return list(refs_in(kwargs[name] if name in kwargs else args[k] if k < len(args) else None))
 
     def _statistics(self, r: Record) -> None:
-        names = compat.statistics_of(r.fn, r.args, r.kwargs)
+        names = compat_ops.statistics_of(r.fn, r.args, r.kwargs)
         if not names:
             return
-        positions = compat.argument_positions(r.fn)
+        positions = compat_ops.argument_positions(r.fn)
         values = [v for n in names for v in self._given(r.args, r.kwargs, positions[n], n)]
-        other = compat.without_statistics(r.fn, r.args, r.kwargs)
+        other = compat_ops.without_statistics(r.fn, r.args, r.kwargs)
         if values and other is not None:
             r.updates = tuple(dict.fromkeys(self.storage(v) for v in values))
             r.replay = Call(*other, r.results)

@@ -20,7 +20,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.compat import WithGradMode
+from tightship.frontends.torch.compat_ops import WithGradMode
 from tightship.frontends.torch.program import Call, dtype_of, flat, map_tree, refs_in, substitute
 from tightship.graph import Value
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_optimizers
 
 __all__ = [
     "Disagreement",
@@ -160,7 +160,7 @@ class Rehearsal:
         self.begins = begins
         others = {id(p): torch.nn.Parameter(p.detach().clone(), p.requires_grad) for p in params}
         self._made = copied(optimizer, others, alone=alone)
-        self._step = compat.plain_step(type(optimizer))
+        self._step = compat_optimizers.plain_step(type(optimizer))
         self._pairs = [(q, torch.zeros_like(q)) for i, q in others.items() if i not in rows]
         self._sparse = [(q, [blank_term(q, n) for n in rows[i]]) for i, q in others.items() if i in rows]
         self._parameters, self._filled = list(others.values()), 0
@@ -474,7 +474,7 @@ class Turns:
 
     def __init__(self, optimizer: Any, params: Sequence[torch.Tensor]) -> None:
         self.optimizer, self._params = optimizer, params
-        self._step = compat.plain_step(type(optimizer))
+        self._step = compat_optimizers.plain_step(type(optimizer))
         self._had: set[int] = set()
         self._stateful: set[int] = set()  # that had an entry before the step
         self._before: Plain = ({}, [])

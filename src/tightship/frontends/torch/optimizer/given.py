@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat_optimizers
 from tightship.frontends.torch.optimizer.copy import copied
 
 __all__ = ["Several", "as_one", "each", "independent", "settings", "twin_of"]
@@ -31,7 +31,7 @@ class Several:
 
     def step(self) -> None:
         for o in self.optimizers:
-            compat.plain_step(type(o))(o)
+            compat_optimizers.plain_step(type(o))(o)
 
     def zero_grad(self) -> None:
         for o in self.optimizers:
@@ -120,5 +120,5 @@ def settings(optimizer: Any) -> tuple[Any, ...]:
     rows = [{n: kind(n, x) for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
     groups = [{n: x for n, x in row.items() if x != "a number"} for row in rows]  # a step may make some
     members = [[id(p) for p in g["params"]] for g in optimizer.param_groups]
-    around = compat.optimizer_hooks(optimizer), compat.replaced_step(optimizer) is None
-    return type(optimizer), compat.plain_step(type(optimizer)), members, groups, around
+    around = compat_optimizers.optimizer_hooks(optimizer), compat_optimizers.replaced_step(optimizer) is None
+    return type(optimizer), compat_optimizers.plain_step(type(optimizer)), members, groups, around

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_optimizers
 from tightship.frontends.torch.optimizer.copy import (
     Path,
     Rows,
@@ -86,7 +86,7 @@ def _on_copies(
     """What a copy of the optimizer keeps for these parameters after ``steps``: on fake tensors, if the step runs on
     them. The gradients of those whose ids are in ``sparse`` are. Raises ``Unsupported`` if it does not run on real
     ones, either."""
-    plain = compat.plain_step(type(optimizer))
+    plain = compat_optimizers.plain_step(type(optimizer))
 
     def tried(scratch: Callable[[torch.Tensor], torch.Tensor], *, fused: bool = True) -> Kept:
         others = {id(p): torch.nn.Parameter(scratch(p), p.requires_grad) for p in params}
@@ -129,7 +129,7 @@ def _on_copies(
 
     on_meta = any(p.is_meta for p in params)
     try:
-        with random_untouched(), compat.fused_on_meta():
+        with random_untouched(), compat_optimizers.fused_on_meta():
             try:
                 return tried(same)
             except (

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_ops, compat_optimizers
 from tightship.frontends.torch.optimizer.copy import (
     Disagreement,
     Turns,
@@ -88,7 +88,7 @@ class Follow(TorchDispatchMode):
         results = list(tensors_in(out))
         if owners and not results and func._schema.returns:
             self.met.append(f"{name} makes a number of Python of one")
-        written = [given[k] for k, _ in compat.written_arguments(func) if k < len(args)]
+        written = [given[k] for k, _ in compat_ops.written_arguments(func) if k < len(args)]
         for t in (*results, *tensors_in(written)):
             self.own(t, owners)
         return out
@@ -246,7 +246,7 @@ class Trial:
 
     def __init__(self, optimizer: Any, most: int = _LARGEST) -> None:
         self.optimizer = optimizer
-        self.step = compat.plain_step(type(optimizer))
+        self.step = compat_optimizers.plain_step(type(optimizer))
         self.groups = [(k, _shapes(g["params"], most)) for k, g in enumerate(optimizer.param_groups)]
         rows = [(k, shape, dtype) for k, found in self.groups for shape, dtype in found]
         self.shapes = [(shape, dtype) for _, shape, dtype in rows]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput, Unplannable, Unsupported
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat_optimizers
 from tightship.frontends.torch.optimizer.copy import (
     Disagreement,
     Path,
@@ -248,7 +248,7 @@ class Updates:
             "takes": kept.takes,
         }
         if self.together is not None:
-            params, step = [m.param for m in members], compat.plain_step(type(optimizer))
+            params, step = [m.param for m in members], compat_optimizers.plain_step(type(optimizer))
 
             def run(grads: list[torch.Tensor]) -> None:
                 stepped(optimizer, step, zip(params, grads, strict=True))
@@ -332,16 +332,16 @@ def _check(optimizer: Any) -> None:
         raise BadInput(fault, place="optimizer")
     cls = type(optimizer)
     name = f"the optimizer {cls.__name__}"
-    closure = inspect.signature(compat.plain_step(cls)).parameters.get("closure")
+    closure = inspect.signature(compat_optimizers.plain_step(cls)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise needs_closure(optimizer)
-    if compat.optimizer_hooks(optimizer):
+    if compat_optimizers.optimizer_hooks(optimizer):
         raise Unsupported(
             f"a {cls.__name__} with step hooks",
             "its step is an op among others in a planned step",
             "call them after the step",
         )
-    if compat.replaced_step(optimizer) is not None:
+    if compat_optimizers.replaced_step(optimizer) is not None:
         raise Unsupported(
             f"{name} with another step in its attributes",
             "what it does cannot be tried on copies",
@@ -380,7 +380,7 @@ def _alone(
 ) -> Run:
     """Steps the parameters in an optimizer of the same class and settings that has no others. The ``stateful`` ones
     get their places in the state in this order, as in eager, whatever the order of the updates."""
-    one, step = bare(optimizer), compat.plain_step(type(optimizer))
+    one, step = bare(optimizer), compat_optimizers.plain_step(type(optimizer))
     one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
     groups: dict[int, list[torch.Tensor]] = {}
     for m in members:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightship.cached import cached_property
 from tightship.errors import Unplannable
-from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch import compat, compat_calls, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
 from tightship.frontends.torch.program import tensors_in
 from tightship.process_local import NotCopied
@@ -233,7 +233,7 @@ class FunctionTrace(NotCopied):
     def asked_leaves(self) -> frozenset[int]:
         """The batch's tensors, counted from 0, of which something was asked or which were handed back: all where the
         caller's code runs inside of a call, as that may ask without being seen."""
-        hidden = any(c.repeats or isinstance(c.func, compat_capture.Special) for c in self.calls)
+        hidden = any(c.repeats or isinstance(c.func, compat_calls.Special) for c in self.calls)
         seen = range(self.inputs) if hidden else {*self.places, *self.results}
         return frozenset(n - self.leaves for n in range(self.leaves, self.inputs) if n in seen)
 
@@ -358,7 +358,7 @@ class Arguments:
         name = name_of(func)
         if self.integers:
             return name not in _ARITHMETIC
-        if isinstance(func, compat_capture.Special):  # what it makes of another number is found out
+        if isinstance(func, compat_calls.Special):  # what it makes of another number is found out
             return not func.keys or None in func.keys
         module = str(getattr(func, "__module__", None) or "torch")
         return name in _SHAPED_BY_NUMBERS or not (module.startswith("torch") or _is_method(func))
@@ -557,7 +557,7 @@ class Execution:
             with compat_capture.inside_backward(lambda: Inner(self.trace, self.fakes)):
                 yield
             return
-        if not isinstance(func, compat_capture.Special):
+        if not isinstance(func, compat_calls.Special):
             yield
             return
         inner = Inner(self.trace, self.fakes)
@@ -585,7 +585,7 @@ class Inner(TorchFunctionMode):
     @contextmanager
     def with_transforms(self) -> Iterator[None]:
         """Active for functional transforms inside of the call, too, which function modes do not see."""
-        with compat_capture.calls_seen(self._call, within=True), self:
+        with compat_calls.calls_seen(self._call, within=True), self:
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

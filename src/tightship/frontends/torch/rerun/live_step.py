@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture, compat_distributed
+from tightship.frontends.torch import compat, compat_capture, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.checks import check_replaced, checked_leaf
 from tightship.frontends.torch.capture.incremental import Ending, StepCapture
 from tightship.frontends.torch.capture.random_state import random_state_watched
@@ -240,8 +240,8 @@ class Owned:
         return [
             GradientHook(n, p, fn, late=late)
             for n, p in self.parameters
-            if compat.gradient_hooks(p)
-            for late, fn in compat.gradient_hooks(p)
+            if compat_optimizers.gradient_hooks(p)
+            for late, fn in compat_optimizers.gradient_hooks(p)
         ]
 
     def replaced(self) -> list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightship.errors import TightshipError
-from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch import compat, compat_calls, compat_capture
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Tape, Tracker
 from tightship.frontends.torch.program import Call, Program, leaves_in, map_tree, tensors_in
@@ -165,7 +165,7 @@ def _alone(
                         )
     except (TightshipError, RuntimeError, NotImplementedError):
         return None
-    if isinstance(func, compat_capture.Special) and tape.constants:
+    if isinstance(func, compat_calls.Special) and tape.constants:
         return None
     ops = [(r.target, tuple(_numbers_in((r.args, r.kwargs)))) for r in tape.records]
     return Alone(ops, (tape.values, _mapped(form, out)))

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch import compat, compat_calls, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
 from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.rerun.function_trace import (
@@ -102,7 +102,7 @@ class Rerun(TorchFunctionMode):
         batch = self._batch_of(self.trace) if self.execution is None else self.execution.capture.stand_ins
         grad = torch.is_grad_enabled()
         try:
-            with compat_capture.calls_seen(self.special), self:
+            with compat_calls.calls_seen(self.special), self:
                 return code(batch)
         except BaseException:
             torch.set_grad_enabled(grad)  # whatever failed may have failed in no_grad's exit, too
@@ -161,7 +161,7 @@ class Rerun(TorchFunctionMode):
         """Calls that torch's function modes do not see: autograd functions, scripted code, functional transforms."""
         if self._inside or threading.get_ident() != self._thread:
             return func(*args, **kwargs)
-        if isinstance(func, compat_capture.Special):
+        if isinstance(func, compat_calls.Special):
             func.keys = tuple(inner_key(f) for f in func.inner_code)
         self._inside = True
         try:
@@ -265,7 +265,7 @@ class Rerun(TorchFunctionMode):
             raise _Differs
         if compared.structural(call.func) or (compared.differs and _hands_back(call)):
             raise _Differs
-        if compared.differs and isinstance(call.func, compat_capture.Special):  # code of the caller's own
+        if compared.differs and isinstance(call.func, compat_calls.Special):  # code of the caller's own
             known = self.trace.renumbering
             if known is None or not known.looks_alike(self.trace, call, tuple(args), kwargs, self.number):
                 raise _Differs
@@ -413,7 +413,7 @@ class Rerun(TorchFunctionMode):
             execution.constant(answer)
         elif call.kind == "now":
             self._note_constants(trace, args, kwargs, used=False)
-            if isinstance(func, compat_capture.Special):
+            if isinstance(func, compat_calls.Special):
                 func(*args, **kwargs)
         elif call.kind == "last":
             self._note_constants(trace, args, kwargs)

@@ -1,0 +1,240 @@
+"""What PyTorch says of an op, and what it does not: what it writes, draws and asks for, and what it is made of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from tightship.frontends.torch.compat import require_torch
+
+require_torch()
+
+from torch.utils.flop_counter import flop_registry  # noqa: E402
+
+LAZY_BITS = {
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+"""Ops that only set a bit of the tensor, and those that compute the same contents."""
+
+
+def asks_by_row(fn: Any) -> bool:
+    """Whether what an op asks of the allocator, row by row and for temporaries alone, follows from the numbers that
+    it is given: ``max_norm`` of embeddings asks for each row, and once more for each that is too long."""
+    return fn is torch.ops.aten.embedding_renorm_.default
+
+
+def reads_shape_alone(fn: Any) -> bool:
+    """Whether an op asks what a tensor looks like, and not what is in it."""
+    name = str(getattr(fn, "__name__", "")).partition(".")[0]
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def grows_statistics(fn: Any, args: Sequence[Any]) -> bool:
+    """Whether an op gives buffers that are empty so far their size: those of fake quantization by channel."""
+    by_channel = fn is torch.ops.aten._fused_moving_avg_obs_fq_helper.default and args[11:12] == (True,)
+    return by_channel and args[3].numel() == 0
+
+
+def follows_metadata(fn: Any) -> bool:
+    """Whether an op writes nothing and what its results look like follows from what its arguments look like."""
+    return not (_DATA_TAGS & set(fn.tags) or fn._schema.is_mutable) and fn.namespace == "aten"
+
+
+_DATA_TAGS: Final = {
+    torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view,
+}  # fmt: skip
+_ASK_BY_DATA = ("aten::linalg_matrix_exp",)
+ASKED_BY_DATA: Final = (
+    "how much memory it asks for follows from its data",
+    "use other ops (of torch.nn.utils.parametrizations.orthogonal: orthogonal_map='householder')",
+)
+"""Why what `asks_by_data` finds is not planned, and what to do."""
+_UNDECLARED = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+}
+_STATISTICS = {
+    **_UNDECLARED,
+    "aten::_native_batch_norm_legit": ("running_mean", "running_var"),
+    "aten::_batch_norm_with_update": ("running_mean", "running_var"),
+}
+_WITHOUT_STATISTICS = {
+    # These two overloads do not take None for the statistics; these calls compute the same results.
+    "aten::_native_batch_norm_legit": "native_batch_norm",
+}
+
+
+@functools.cache
+def written_arguments(fn: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments the op's schema says it writes."""
+    return tuple(
+        (k, a.name)
+        for k, a in enumerate(fn._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+@functools.cache
+def argument_positions(fn: Any) -> dict[str, int]:
+    return {a.name: k for k, a in enumerate(fn._schema.arguments)}
+
+
+def argument(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    """The argument of that name in a call of ``fn``; None if it is not given."""
+    if name in kwargs:
+        return kwargs[name]
+    k = argument_positions(fn).get(name, -1)
+    return args[k] if 0 <= k < len(args) else None
+
+
+def asks_by_data(fn: Any) -> bool:
+    """Whether how much memory a call asks for follows from its data: by norms, say, which choose a formula."""
+    return getattr(fn, "_schema", None) is not None and fn._schema.name in _ASK_BY_DATA
+
+
+def undeclared_writes(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of arguments a call writes without saying so in its schema (running statistics in training)."""
+    names = _UNDECLARED.get(fn._schema.name, ())
+    return names if names and argument(fn, args, kwargs, "training") else ()
+
+
+def statistics_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of arguments a call updates although its results do not depend on them (training batch norm)."""
+    names = _STATISTICS.get(fn._schema.name, ())
+    if not names or ("training" in argument_positions(fn) and not argument(fn, args, kwargs, "training")):
+        return ()
+    return names
+
+
+def without_statistics(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The call with the same results that leaves running statistics alone; None where there is none."""
+    name = fn._schema.name
+    positions = argument_positions(fn)
+    if name == "aten::_batch_norm_with_update":
+        return None
+    if name in _WITHOUT_STATISTICS:
+        fn = getattr(torch.ops.aten, _WITHOUT_STATISTICS[name]).default
+    drop = {positions[n] for n in _STATISTICS[name]}
+    new_args = tuple(None if k in drop else a for k, a in enumerate(args))
+    return fn, new_args, {k: None if k in _STATISTICS[name] else v for k, v in kwargs.items()}
+
+
+class WithGradMode:
+    """A kernel that looks at grad mode: run as in a forward pass, on tensors that record nothing."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __repr__(self) -> str:
+        return f"{self.fn} with grad mode"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def detached(x: Any) -> Any:
+            return x.detach() if isinstance(x, torch.Tensor) else x
+
+        with torch.enable_grad():
+            return self.fn(*map(detached, args), **{k: detached(v) for k, v in kwargs.items()})
+
+
+def runnable(fn: Any) -> Callable[..., Any]:
+    """What to call, with gradients off, to run the kernel that eager's forward or backward pass runs."""
+    # oneDNN's recurrent layers save their workspace only when grad mode is on.
+    return WithGradMode(fn) if fn._schema.name == "aten::mkldnn_rnn_layer" else fn
+
+
+def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call draws from the random state."""
+    if torch.Tag.nondeterministic_seeded not in fn.tags:
+        return False
+    # Attention kernels are tagged for their dropout and draw nothing without it.
+    return not (
+        "dropout_p" in argument_positions(fn) and argument(fn, args, kwargs, "dropout_p") in (0, None)
+    )
+
+
+def is_inplace_view(fn: Any) -> bool:
+    """Whether the op changes only the metadata of its argument (``t_``, ``unsqueeze_``)."""
+    return torch.Tag.inplace_view in fn.tags
+
+
+_INDEX_PUTS = torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default
+
+
+def filled_by_mask(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask by which ``x[mask] = number`` fills ``x``, as its kernel does it, without asking where it is true;
+    None for any other call."""
+    if fn not in _INDEX_PUTS or len(args) != 3 or any(kwargs.values()):
+        return None
+    x, indices, value = args
+    masks = [t for t in indices if t is not None]
+    if (
+        len(masks) != 1
+        or masks[0].dtype is not torch.bool
+        or value.numel() != 1
+        or value.device.type != "cpu"
+    ):
+        return None
+    first, mask = next(k for k, t in enumerate(indices) if t is not None), masks[0]
+    last = first + mask.dim()
+    if (
+        mask.device != x.device
+        or mask.shape != x.shape[first:last]
+        or any(t is None for t in indices[first:])
+    ):
+        return None
+    return mask[(..., *[None] * (x.dim() - last))]
+
+
+def flops_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """The floating-point operations of a call by PyTorch's own formula; 0 if it has none, or one that knows no such
+    shapes (attention with fewer heads for keys than for queries)."""
+    count = flop_registry.get(fn.overloadpacket)
+    try:
+        return int(count(*args, **kwargs, out_val=out)) if count else 0
+    except (AssertionError, TypeError, ValueError):
+        return 0
+
+
+def is_composite(fn: Any, device: str) -> bool:
+    """Whether ``fn`` on ``device`` is nothing but a composition of other ops.
+
+    Some ops are compositions with kernels of their own on some devices (``silu_backward``); taking those apart
+    would give other bits than eager, which runs the kernel.
+    """
+    return bool(_composite(fn, device.partition(":")[0]))
+
+
+@functools.cache
+def _composite(fn: Any, device_type: str) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = (_DISPATCH_KEYS.get(device_type, "CPU"), "CompositeExplicitAutograd", *_NON_FUNCTIONAL)
+    return has(fn.name(), "CompositeImplicitAutograd") and not any(has(fn.name(), k) for k in keys)
+
+
+_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
+_NON_FUNCTIONAL = ("CompositeExplicitAutogradNonFunctional",)
+
+
+def decompose(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a composite op as the ops it is made of."""
+    return fn.decompose(*args, **kwargs)
+
+
+def direct(fn: Any) -> Any:
+    """What ``fn(*args)`` ends up calling, without the Python frame in between."""
+    return fn._op if isinstance(fn, torch._ops.OpOverload) else fn
+
+
+def returns_tensors(fn: Any) -> int:
+    """How many tensors ``fn`` returns: 1 means the tensor itself, more a tuple; -1 for anything else."""
+    if not isinstance(fn, torch._ops.OpOverload):
+        return -1
+    kinds = [str(r.type) for r in fn._schema.returns]
+    return len(kinds) if kinds and all(k == "Tensor" for k in kinds) else -1
