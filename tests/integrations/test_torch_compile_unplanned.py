@@ -124,6 +124,20 @@ def test_a_module_of_torch_s_that_is_called_outside_of_all_graphs_is_said():
     assert compiled_plans(call) or said
 
 
+def test_a_module_of_torch_s_in_which_the_graph_breaks_says_why():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(4, 8, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(8)
+    call = torch.compile(model, backend="tightship", options={**SHORT})
+    with pytest.warns(Fallback, match=r"whose graph breaks there: .*Tensor\.item\(\)"):
+        assert torch.equal(call(x, mask=mask), model(x, mask=mask))  # it compares the mask with a causal one
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Fallback)
+        call(x, mask=mask, is_causal=True)
+    assert compiled_plans(call)
+
+
 def test_a_module_of_torch_s_that_compiles_itself_says_which_call_compiles_all_of_it():
     model = deep(dropout=0.0)
     model.compile(backend="tightship", options=SHORT)

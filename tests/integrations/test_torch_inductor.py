@@ -100,6 +100,7 @@ def test_without_a_budget_it_is_inductor_with_the_peak_known_to_the_byte():
     assert graph.kind == "training"
     assert graph.last.measured_peak == graph.plan.peak == graph.plan.peak_before
     assert graph.last.as_planned
+    assert not compiled_notes(call)
     assert all(torch.equal(a, b) for a, b in zip(got, stock(model, x), strict=True))
     assert graph.plan.static + graph.plan.arena <= graph.plan.peak
     ours = used_by(call, model, x)
@@ -135,6 +136,7 @@ def test_recomputed_numbers_are_no_further_from_exact_ones_than_inductors_are():
     call = compiled(model, budget="93%")
     got = step(call, model, x)
     assert compiled_plans(call)[0].plan.recomputed
+    assert any("neither is further from exact numbers" in note for note in compiled_notes(call))
     reference = stock(model, x)
     double = copy.deepcopy(model).double()
     exact = step(double, double, x.double())

@@ -207,7 +207,8 @@ class Aim(Generic[T]):
                 break
             found.append(c)
             off = self.budget - c.needed
-            if off < 0 and len(self.learned) < lessons and self._learns(c):
+            # What is near is met by a lower target: with one more lesson the model may be too careful.
+            if off < -close and len(self.learned) < lessons and self._learns(c):
                 high, reached, target = None, None, self.budget
                 continue
             if off >= 0:

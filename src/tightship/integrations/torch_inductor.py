@@ -46,6 +46,10 @@ from tightship.integrations.torch_partition import (
 __all__ = ["CompiledGraph", "Shares", "compile_within", "stock_peaks"]
 
 _STOCK: Final = source_of(1.0)
+_NUMBERS: Final = (
+    "what is computed again is fused, and so rounded, otherwise than in code that torch.compile makes without a "
+    "budget; neither is further from exact numbers"
+)
 
 
 @dataclass
@@ -379,7 +383,7 @@ class _Compilation:
                 c.lowered,
             )  # fmt: skip
             unplanned = c.unplanned
-            self.graph.notes += c.notes
+            self.graph.notes += [*([_NUMBERS] if c.source != _STOCK else []), *c.notes]
         self.graph.kind = "training"
         self.graph._step = _Step(step, self.measured, self.align, replay.shared(), replay.rest)
         self._ready(replay, unplanned, plan, ("forward", "backward"))

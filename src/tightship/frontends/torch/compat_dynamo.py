@@ -113,6 +113,11 @@ _LEFT: Final = (
     "compiles all of it, which module.compile(…) does not"
 )
 
+_BROKEN: Final = (
+    "Dynamo leaves torch's own modules to their caller, whose graph breaks there: {}; "
+    "TORCH_LOGS=graph_breaks says where"
+)
+
 Skipped = Callable[[Any, dict[str, Any] | None, str, str, bool], object]
 
 
@@ -134,16 +139,19 @@ def watch_frames(backend: Any, skipped: Skipped) -> None:
         given_up = self.__dict__.setdefault("_tightship_given_up", {})
         if frame.f_code in given_up:
             return given_up[frame.f_code]
-        before = _utils.get_compilation_metrics()[-1:]
+        before, broken = _utils.get_compilation_metrics()[-1:], _utils.counters["graph_break"].copy()
         # Each size is compiled anew in any case.
         with _dynamo_config.patch(automatic_dynamic_shapes=False), _scripts_left_out():
             found = original(self, frame, cache_entry, state)
         last = _utils.get_compilation_metrics()[-1:]
         why = last[0].fail_reason if last and last != before else None
+        for reason in _utils.counters["graph_break"] - broken:
+            self._tightship_broken = reason
         module = _module_passed_over(frame, found)
         if found.guarded_code is None and (why or module):
             what = _where(frame.f_code) if why else module
-            why = _first_line(why or _LEFT)
+            broke = getattr(self, "_tightship_broken", None)
+            why = _first_line(why or (_LEFT if broke is None else _BROKEN.format(_first_line(broke))))
             known = getattr(self, "_tightship_session", None)
             self._tightship_session = skipped(known, kwargs.get("options"), what, why, not module)
             found.apply_to_code = False

@@ -33,6 +33,7 @@ from tightship.frontends.torch.compat_inductor_code import Ahead, NotLowered, St
 from tightship.frontends.torch.compat_inductor_convolutions import lean_convolutions
 from tightship.frontends.torch.compat_inductor_lines import (
     AS_IT_IS,
+    EARLY,
     EXISTS,
     ORIGIN,
     SEGMENT,
@@ -72,6 +73,7 @@ from tightship.frontends.torch.compiled_collectives import sending_ops
 
 __all__ = [
     "AS_IT_IS",
+    "EARLY",
     "EXISTS",
     "HOOKS",
     "ORIGIN",

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from tightship.errors import TightshipError
-from tightship.frontends.torch.compat_inductor_lines import EXISTS, LEAN, SEGMENT, Lowered
+from tightship.frontends.torch.compat_inductor_lines import EARLY, EXISTS, LEAN, SEGMENT, Lowered
 from tightship.frontends.torch.compat_inductor_partitions import origin
 
 __all__ = ["Code", "Outdated", "caches", "forget_strides", "kept_lines", "named", "partitioner"]
@@ -91,7 +91,7 @@ def named(graph: GraphModule, version: str) -> Any:
 
     context = TracingContext.try_get()
     donated = None if context is None else getattr(context.fw_metadata, "bw_donated_idxs", None)
-    rows = [(n.name, *map(n.meta.get, (SEGMENT, LEAN, EXISTS)), origin(n)) for n in graph.graph.nodes]
+    rows = [(n.name, *map(n.meta.get, (SEGMENT, LEAN, EXISTS, EARLY)), origin(n)) for n in graph.graph.nodes]
     name = hashlib.sha256(repr((version, rows, donated)).encode()).hexdigest()
 
     class Named(CustomGraphPass):  # type: ignore[misc]

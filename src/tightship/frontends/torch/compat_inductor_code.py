@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch.compat_inductor_caches import Code, Outdated, forget_strides, kept_lines, named
-from tightship.frontends.torch.compat_inductor_lines import LEAN, SEGMENT, Lowered, read_lines
+from tightship.frontends.torch.compat_inductor_lines import EARLY, LEAN, SEGMENT, Lowered, read_lines
 from tightship.frontends.torch.compat_inductor_partitions import as_planned, copied
 
 __all__ = ["Ahead", "NotLowered", "Stopped", "compiled_pass", "lines_of"]
@@ -85,8 +85,8 @@ def _wrapper_class() -> Any:
 def _choices_class() -> Any:
     """Inductor's class that chooses what to fuse. Kernels that only share what they read are computed together, where
     the first of them is: of a planned pass only where the plan has nothing in between, or memory is taken too
-    early. In one that is written for memory a kernel is not put off to the one that reads what it makes, either: what
-    it reads would stay until then."""
+    early. In one that is written for memory a kernel is not put off to the one that reads what it makes, either, nor
+    anywhere one that is to be early (`EARLY`): what it reads would stay until then."""
     from torch._inductor.choices import InductorChoices
 
     known: dict[Any, int] = {}  # the last segment of each buffer that a part of a scheduler's node makes
@@ -100,9 +100,9 @@ def _choices_class() -> Any:
             found.add(known[part])
         return found - {-1}
 
-    def lean(node: Any) -> bool:
+    def marked(node: Any, mark: str) -> bool:
         parts = (part.node for part in node.get_nodes())
-        return any(LEAN in n.meta for node in parts if node is not None for n in node.get_origins())
+        return any(mark in n.meta for node in parts if node is not None for n in node.get_origins())
 
     def apart(node1: Any, node2: Any) -> bool:
         first, second = segments(node1), segments(node2)
@@ -111,7 +111,7 @@ def _choices_class() -> Any:
     class Choices(InductorChoices):
         @staticmethod
         def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            if apart(node1, node2) and lean(node1):
+            if apart(node1, node2) and (marked(node1, LEAN) or marked(node1, EARLY)):
                 return False
             return bool(InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
 

@@ -21,6 +21,7 @@ from tightship.frontends.torch.compiled_collectives import NAMESPACE, number_of,
 
 __all__ = [
     "AS_IT_IS",
+    "EARLY",
     "EXISTS",
     "LEAN",
     "ORIGIN",
@@ -167,6 +168,11 @@ and in a pass that is written for memory in no kernel together."""
 
 EXISTS: Final = "tightship_exists"
 """What a node's metadata says of a planned pass: its value is a tensor of its own in the plan."""
+
+
+EARLY: Final = "tightship_early"
+"""What a node's metadata says of a planned pass: its value is computed before more of the plan runs. It is smaller
+than what it is computed from, which ends there."""
 
 
 AS_IT_IS: Final = "inductor_realize_to_strides"

@@ -25,7 +25,7 @@ from tightship.frontends.torch.compat_compile import (
     overwritten_inputs,
     wanted_by_forward,
 )
-from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, EXISTS, LEAN, ORIGIN
+from tightship.frontends.torch.compat_inductor_lines import AS_IT_IS, EARLY, EXISTS, LEAN, ORIGIN
 from tightship.frontends.torch.compat_inductor_tracing import failing
 from tightship.frontends.torch.compat_ops import is_random
 from tightship.frontends.torch.compiled_collectives import is_wait, number_of
@@ -388,7 +388,8 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
     convolutions to channels-last first, and keep the copies until the backward pass. Where a convolution of the
     forward pass is computed again in the backward pass, Inductor would turn the inputs of all of them to
     channels-last, as it does not in a backward pass without one: for gradients of depthwise convolutions oneDNN then
-    takes many times the workspace. Layouts stay there.
+    takes many times the workspace. Layouts stay there. What the plan computes early (`EARLY`) is a tensor, not
+    computed where it is read, in the kernel that reads it.
 
     In a lean pass (`mark_lean`) C++ kernels end where much is dead; what the plan has as a tensor (`EXISTS`) is one:
     Inductor would compute what reads little where it is read, again in each kernel, and what it reads would stay; and
@@ -416,7 +417,7 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
 
     def realized(self: Any, n: Node) -> Any:
         result = run_node(self, n)
-        if EXISTS in n.meta:
+        if EARLY in n.meta or (worth is not None and EXISTS in n.meta):
             result.realize()
         return result
 
@@ -427,7 +428,7 @@ def as_planned(graph: GraphModule, *, backward: bool, **more: Any) -> Iterator[N
         if ours:
             GraphLowering.find_nodes_prefer_channels_last = but_inputs
             CppScheduling.ready_to_flush = ends
-            GraphLowering.run_node = run_node if worth is None else realized
+            GraphLowering.run_node = realized
         try:
             yield
         finally:

@@ -28,6 +28,7 @@ from tightship.frontends.torch.capture.fused_nodes import (
     is_created,
     is_pointwise,
     is_reduction,
+    lies_as,
     lies_otherwise,
     like,
     masks_of,
@@ -170,6 +171,7 @@ class Writing:
     pair: compat_inductor.Pair | None
     fx: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     there: dict[Node, Node] = field(default_factory=dict)  # a joint node's tensor, as it is now
+    of: dict[Node, Node] = field(default_factory=dict)  # whose copy a tensor is
     made: dict[tuple[Any, ...], Node] = field(default_factory=dict)  # what is fused into its readers
     segment: int = 0  # grows with every kernel that nothing is fused into
 
@@ -203,8 +205,27 @@ class Writing:
     def gone(self, nodes: Iterable[Node]) -> None:
         """The nodes' tensors are there no more: what comes after them is not computed before."""
         for node in nodes:
-            self.there.pop(node, None)
+            old = self.there.pop(node, None)
+            if old is not None:
+                self._early(old)
             self.segment += 1
+
+    def _early(self, ends: Node) -> None:
+        """What is there, was computed from a tensor that ends, and is smaller, is a tensor by now: computed where it
+        is read, it would keep the larger one until then."""
+        stack: list[Node] = list(ends.users)
+        seen = set[Node]()
+        while stack:
+            n = stack.pop()
+            if n in seen:
+                continue
+            seen.add(n)
+            if compat_inductor.EXISTS in n.meta:
+                there = self.of[n] in self.there and self.there[self.of[n]] is n
+                if there and _nbytes(n) < _nbytes(ends):
+                    n.meta[compat_inductor.EARLY] = True
+            elif is_pointwise(n) or is_view(n):
+                stack.extend(n.users)
 
     def op(self, node: Node, kept: set[str]) -> None:
         if not is_pointwise(node) and not is_reduction(node):
@@ -223,6 +244,7 @@ class Writing:
             new.meta[compat_inductor.AS_IT_IS] = True
         if node in self.joint.exists and is_pointwise(node):
             new.meta[compat_inductor.EXISTS] = True
+            self.of[new] = node
         return new
 
     def read(self, node: Node) -> Node:
@@ -252,6 +274,10 @@ class Writing:
             raise Unsupported(f"reading {node.name} in the backward pass", "it is not saved")
         if node in self.joint.exists and node.target is not operator.getitem:
             raise Unsupported(f"reading {node.name} in the backward pass", "the plan has it nowhere then")
+
+
+def _nbytes(node: Node) -> int:
+    return sum(bytes_of(t) for t in tensors_of(node))
 
 
 def fuse(
@@ -439,7 +465,7 @@ class Fusing:
         made = self.builder.storage_of(self.value[n])
         alike: dict[int, bool] = {}
         seen: set[tuple[Node, bool]] = set()
-        stack = [(a, True) for a in n.all_input_nodes]
+        stack = [(a, lies_as(a, n)) for a in n.all_input_nodes]
         while stack:
             at = stack.pop()
             if at in seen:
@@ -452,7 +478,7 @@ class Fusing:
                 alike[s] = alike.get(s, True) and same and ours
             elif m not in self.exists or m.target is operator.getitem:
                 same = same and (is_view(m) or is_pointwise(m)) and str(m.target) not in INDEXED
-                stack.extend((a, same) for a in m.all_input_nodes)
+                stack.extend((a, same and (is_view(m) or lies_as(a, m))) for a in m.all_input_nodes)
         return tuple((s, made) for s, same in alike.items() if same)
 
     def _cost(self, n: Node, reads: dict[int, None], outs: Sequence[int]) -> tuple[int, float]:

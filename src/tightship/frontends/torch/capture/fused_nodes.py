@@ -62,6 +62,17 @@ def like(a: Node, b: Node) -> bool:
     return rows[0] == rows[1]
 
 
+def lies_as(a: Node, b: Node) -> bool:
+    """Whether the elements of ``a``, if it is of the shape of ``b``, lie in the order of those of ``b``. Where they
+    do not, as of a matrix that is read transposed, code that computes ``b`` from it cannot write over it."""
+    for x in tensors_of(a):
+        for y in tensors_of(b):
+            rows = zip(x.shape, x.stride(), y.stride(), strict=False)
+            if x.shape == y.shape and any(n > 1 and s != r for n, s, r in rows):
+                return False
+    return True
+
+
 def bytes_of(t: torch.Tensor) -> int:
     if not t.numel():
         return 0
