@@ -45,6 +45,7 @@ from tightship.execute.prepared import (
     within_unplanned,
 )
 from tightship.execute.ranks import Ranks
+from tightship.execute.replaced import Replaced, has_own_bytes, own_bytes
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
 from tightship.frontends.torch import compat, compat_ddp, compat_distributed
@@ -106,6 +107,7 @@ class TrainVariants(Prepared):
         self._preparing = False
         self._updates: Updates | SeveralUpdates | None = None
         self._has_no_update = False
+        self._shared: list[torch.Tensor] = []
 
     def take_over_ddp(self, ddp: Any) -> None:
         """From here on the DistributedDataParallel of the model evaluates, and this trains."""
@@ -117,8 +119,46 @@ class TrainVariants(Prepared):
     def _may_move(self) -> bool:
         return super()._may_move and (self._replicas is None or not self._replicas.shards)
 
+    def _renew(self) -> None:
+        super()._renew()
+        self._unshare()
+
     def _on_replaced(self) -> None:
         self._owned, self._updates, self._has_no_update = Owned(self.model, self._bring_back), None, False
+
+    def _replacing(self, variant: Variant, tensors: list[Any], asked: Asked) -> Replaced | None:
+        """To be asked when all is ready to run; None where the step replaces nothing."""
+        if not variant.program.apart:
+            return None
+
+        def rebind(old: torch.Tensor, new: torch.Tensor) -> None:
+            traces = {id(t): t for v in self._variants for t in v.traces} | {id(asked.trace): asked.trace}
+            self._owned.take(old, new)
+            self._identity.take(old, new)
+            for variant in self._variants:
+                variant.binding.take(old, new)
+            for trace in traces.values():
+                trace.take(old, new)
+
+        return Replaced(variant.program, tensors, rebind, self._streams.items)
+
+    def _replaced(self, replaced: Replaced | None, results: list[Any]) -> None:
+        if replaced is not None:
+            replaced.finish(results)
+            self._shared += replaced.shared
+            if not replaced.reshaped:
+                self._identity.moved()
+
+    def _unshare(self) -> None:
+        """Buffers that the last step has handed back, too, and that it does not write in place: to its code, what is
+        held of them is something else."""
+        there = {id(b) for b in self._owned.buffers.values()}
+        shared = [b for b in self._shared if id(b) in there and not has_own_bytes(b)]
+        self._shared.clear()
+        for b in shared:
+            own_bytes(b)
+        if shared:
+            self._identity.moved()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -82,6 +82,7 @@ class _Reachable:
     def undo(self) -> None:
         for put_back in reversed(self._undo):
             put_back()
+        self._undo.clear()  # they hold this, which holds all that was found
 
     def moved(self) -> str | None:
         """An iterator that is no longer where it was and cannot be set back."""
