@@ -382,3 +382,39 @@ def test_what_nobody_holds_any_more_is_gone(measurements):
     step(pairs(1))
     gc.collect()
     assert replaced.has_own_bytes(first) and replaced.has_own_bytes(model.h)
+
+
+# --- forward passes ------------------------------------------------------------------------------------------------
+
+
+class Streaming(nn.Module):
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.layer, self.writes = nn.Linear(4, 4), writes
+        self.register_buffer("state", torch.zeros(6, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.writes:
+            self.state.mul_(0.5)
+        old = self.state
+        self.state = torch.tanh(self.layer(x) + old)
+        return self.state * 2, old, self.state
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("writes", [True, False])
+def test_in_forward_passes(fresh, writes, measurements):
+    def states(planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, held = Streaming(writes=writes).eval(), []
+        run = model
+        if planned:
+            run = tightship.infer(model, pairs(0)[0], cache=measurements, fresh=fresh)
+        with torch.no_grad():
+            for k in range(4):
+                held += [model.state, model.state_dict()["state"]]
+                out = run(pairs(k)[0])
+                held += [t.clone() for t in out] if not fresh else out
+        return [*held, model.state]
+
+    assert all(map(torch.equal, states(planned=False), states(planned=True)))

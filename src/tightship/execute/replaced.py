@@ -9,8 +9,8 @@ new one has bytes of its own before the step runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol
 
 import torch
 
@@ -19,9 +19,14 @@ from tightship.execute.binding import form_of
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Apart, Program, derive
 
-__all__ = ["Replaced", "has_own_bytes", "own_bytes"]
+__all__ = ["Knows", "Replaced", "has_own_bytes", "own_bytes"]
 
-Rebind = Callable[[torch.Tensor, torch.Tensor], None]
+
+class Knows(Protocol):
+    """Has tensors of the caller's."""
+
+    def take(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """``new`` is in the place of ``old`` from now on."""
 
 
 def own_bytes(tensor: torch.Tensor) -> None:
@@ -38,17 +43,18 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
 
 
 class Replaced:
-    """Of one run of ``program`` on ``tensors``, which are changed in place. ``rebind(old, new)`` makes all that knows
-    of a buffer know another in its place. ``shared`` are buffers whose bytes the step hands back, too; ``reshaped``
-    says whether something is part of a larger storage now, or no longer.
+    """Of one run of ``program`` on ``tensors``, which are changed in place. ``known`` are all that have buffers of
+    ``model``. ``shared`` are those whose bytes the step hands back, too; ``reshaped`` says whether something is part
+    of a larger storage now, or no longer. Without ``hand_out``, results are overwritten by the next run.
 
     Raises ``Unsupported`` for what is held in bytes that the step writes in two ways.
     """
 
     def __init__(
-        self, program: Program, tensors: list[Any], rebind: Rebind, streams: Collection[Any] = ()
-    ) -> None:
-        self._program, self._rebind = program, rebind
+        self, program: Program, tensors: list[Any], model: torch.nn.Module, known: Iterable[Knows],
+        streams: Collection[Any] = (), *, hand_out: bool = True,
+    ) -> None:  # fmt: skip
+        self._program, self._model, self._known, self._hand_out = program, model, tuple(known), hand_out
         self._old: dict[int, torch.Tensor] = {}
         self._own: dict[int, torch.Tensor] = {}
         self.reshaped = False
@@ -64,7 +70,7 @@ class Replaced:
         if apart.writes and self._is_buffer(apart):
             new = own.detach().requires_grad_(own.requires_grad)
             tensors[apart.slot] = new
-            self._rebind(own, new)
+            self._rebind(apart, own, new)
             there = weakref.ref(own)
             del own
             held, own = there() is not None, new
@@ -81,6 +87,12 @@ class Replaced:
                 "they would see otherwise than in eager what is written there", "hold a copy of it (clone())",
             )  # fmt: skip
         own_bytes(own)
+
+    def _rebind(self, apart: Apart, old: torch.Tensor, new: torch.Tensor) -> None:
+        home, name = compat.tensor_home(self._model, "buffer", self._program.slots[apart.slot].key)
+        home[name] = new
+        for one in self._known:
+            one.take(old, new)
 
     def _is_buffer(self, apart: Apart) -> bool:
         return self._program.slots[apart.slot].role == "buffer"
@@ -102,7 +114,7 @@ class Replaced:
         found = []
         for k, own in self._own.items():
             apart = self._program.apart[k]
-            if apart.now >= 0:
+            if apart.now >= 0 and (self._hand_out or not apart.writes):
                 now = derive(results[apart.now].detach(), values[numbers[apart.now]], apart.placed)
                 found.append((apart, own, now))
         self._own.clear()
@@ -115,6 +127,8 @@ class Replaced:
             own.data = now
             return
         now = now.detach().requires_grad_(own.requires_grad)
-        self._rebind(own, now)
+        if not self._hand_out:
+            own_bytes(now)
+        self._rebind(apart, own, now)
         if not apart.changes:
             self.shared.append(now)

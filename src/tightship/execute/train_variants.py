@@ -45,7 +45,7 @@ from tightship.execute.prepared import (
     within_unplanned,
 )
 from tightship.execute.ranks import Ranks
-from tightship.execute.replaced import Replaced, has_own_bytes, own_bytes
+from tightship.execute.replaced import Knows, Replaced, has_own_bytes, own_bytes
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
 from tightship.frontends.torch import compat, compat_ddp, compat_distributed
@@ -130,17 +130,10 @@ class TrainVariants(Prepared):
         """To be asked when all is ready to run; None where the step replaces nothing."""
         if not variant.program.apart:
             return None
-
-        def rebind(old: torch.Tensor, new: torch.Tensor) -> None:
-            traces = {id(t): t for v in self._variants for t in v.traces} | {id(asked.trace): asked.trace}
-            self._owned.take(old, new)
-            self._identity.take(old, new)
-            for variant in self._variants:
-                variant.binding.take(old, new)
-            for trace in traces.values():
-                trace.take(old, new)
-
-        return Replaced(variant.program, tensors, rebind, self._streams.items)
+        traces = {id(t): t for v in self._variants for t in v.traces} | {id(asked.trace): asked.trace}
+        bindings = [v.binding for v in self._variants]
+        known: tuple[Knows, ...] = (self._owned, self._identity, *bindings, *traces.values())
+        return Replaced(variant.program, tensors, self.model, known, self._streams.items)
 
     def _replaced(self, replaced: Replaced | None, results: list[Any]) -> None:
         if replaced is not None:

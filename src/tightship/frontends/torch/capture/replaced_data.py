@@ -50,7 +50,7 @@ class _Row:
 class ReplacedData:
     """The stand-ins ``named`` of what the caller owns, each an input of ``tape``, and where they lie."""
 
-    def __init__(self, tape: Tape, mode: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, tape: Tape, mode: Any, named: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         self._tape, self._mode = tape, mode
         self._owned: list[_Owned] = []
         self._rows: list[_Row] = []

@@ -246,9 +246,7 @@ class Owned:
 
     def take(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """``new`` is in the place of the buffer ``old`` from now on."""
-        for n, home, k, own in self.homes:
-            if own is old:
-                home[k] = self.buffers[n] = new
+        self.buffers |= {n: new for n, _, _, own in self.homes if own is old}
         self.homes = tuple((n, home, k, self.buffers[n]) for n, home, k, _ in self.homes)
 
     def replaced(self) -> list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]]:
