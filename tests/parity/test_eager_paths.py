@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tightship
-from support.harness import Loop, adam, identical
+from support.harness import Loop, adam, identical, refused
 
 
 def _like(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -74,3 +74,53 @@ def test_products_of_forward_passes(way, measurements):
             x = batch(k)[0][None]
             assert torch.equal(model(x), run(x))
     assert not {"matmul", "__matmul__"} & vars(torch.Tensor).keys()  # as torch has them again
+
+
+# --- products of all numbers, or along a dimension -----------------------------------------------------------------
+
+PRODUCTS = {
+    "all": lambda x: x.prod() * 1e-3,
+    "function": lambda x: torch.prod(x, dim=-1).sum(),
+    "keeping": lambda x: x.prod(0, keepdim=True).square().sum(),
+    "turned": lambda x: x.mT.prod(1).sum() + x.t().prod(),
+    "wide": lambda x: torch.prod(x, 1, dtype=torch.float64).sum().float(),
+    "one": lambda x: x[:, :1].prod(1).sum() + x[0, 0].prod(),
+}
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 3])
+@pytest.mark.parametrize("way", PRODUCTS)
+def test_gradients_of_products(way, zeros, measurements):
+    class Factors(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(_like((5, 7), 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factors = self.weight.sigmoid() + 0.4 + x[0, :, :7]
+            return PRODUCTS[way](factors.masked_fill(x[1, :, :7] > 0, 0.0))
+
+    def batch(k: int) -> torch.Tensor:
+        x = 0.05 * _like((2, 5, 7), k)
+        x[1] = 0
+        x[1].view(-1)[[4, 11, 12][:zeros]] = 1
+        return x
+
+    @identical(plans=1)
+    def pattern():
+        model = Factors()
+        return Loop(model, lambda m, b: m(b), adam(model), batch=batch, steps=4)
+
+    pattern(measurements)
+
+
+@refused("a gradient of the gradient of prod")
+def test_a_gradient_of_a_gradient_of_a_product():
+    model = nn.Linear(4, 3)
+
+    def loss(net, batch):
+        x = net.weight.exp()
+        (grad,) = torch.autograd.grad(x.prod(1).sum(), x, create_graph=True)
+        return grad.square().sum() + net(batch[0]).mean()
+
+    return Loop(model, loss, adam(model))
