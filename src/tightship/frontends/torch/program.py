@@ -98,7 +98,8 @@ class Apart:
     ``slot`` is its index among the program's. ``before`` are the results in the bytes that were there. ``now`` is a
     result in the bytes that eager has there from then on (-1 if none of them is handed back), and ``placed`` how it
     lies in them. Where the program ``writes`` it, it writes it into the bytes that were there; otherwise it only
-    hands it back. ``changes``: the step writes into these before that, or others of the caller's lie in them.
+    hands it back. ``changes``: the step writes into these before that, or others of the caller's lie in them, or in
+    those that come in their place.
     """
 
     slot: int

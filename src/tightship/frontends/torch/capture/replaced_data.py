@@ -102,7 +102,8 @@ class ReplacedData:
         are there and nothing is written yet. Returns those that are to be written there.
 
         A buffer whose bytes the step also writes, or that others share, is not written: who holds these bytes would
-        see otherwise than in eager what was written, and when. All buffers are handed back then.
+        see otherwise than in eager what was written, and when. So it is with one that becomes a tensor of the batch,
+        whose bytes the next batch may be written to. All buffers are handed back then.
 
         Raises ``Unplannable`` where one tensor goes to several places, which in eager are one from then on.
         """
@@ -120,7 +121,8 @@ class ReplacedData:
         rows = [r for r in rows if r.own != r.now.storage]
         for r in rows:
             (_, r.role, r.key), *others = tape.slots_of({r.own})
-            r.changes = r.own in changed or bool(others)
+            of_batch = tape.storages[r.now.storage].role == "input"
+            r.changes = r.own in changed or bool(others) or of_batch
         handed = any(r.changes and r.role == "buffer" for r in rows)
         for r in rows:
             r.writes = not (handed and r.role == "buffer")
