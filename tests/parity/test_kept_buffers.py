@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightship
 from support.harness import Loop, adam, identical, pairs, refused
-from tightship.execute import replaced
+from tightship.execute import replaced, train_variants
+from tightship.execute.interpreter import Fallback
 
 
 class Recurrent(nn.Module):
@@ -322,6 +325,19 @@ def test_a_teachers_data_kept_by_the_step():
     return _teaching(lambda _: None, inside=lambda net: net.teacher.weight.data)
 
 
+@identical(plans=1, verify_every=2)
+def test_data_of_a_parameter_that_is_trained():
+    model, log = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), []
+
+    def loss(net, batch):
+        before = net[0].weight.data
+        net[0].weight.data = 0.9 * before
+        log.append((before, before[1]))
+        return cross_entropy(net, batch)
+
+    return Loop(model, loss, adam(model), watched=lambda: log, steps=5)
+
+
 @identical(plans=1)
 def test_data_that_are_written_and_set():
     return _teaching(lambda _: None, model=Clipped())
@@ -408,6 +424,55 @@ def test_what_nobody_holds_any_more_is_gone(measurements):
     step(pairs(1))
     gc.collect()
     assert replaced.has_own_bytes(first) and replaced.has_own_bytes(model.h)
+
+
+# --- steps in eager ------------------------------------------------------------------------------------------------
+
+
+def test_an_eager_step_that_replaces_buffers_is_not_tried_again(monkeypatch, measurements):
+    """That it replaces them is what it does: there is nothing new to plan."""
+    asked = []
+    monkeypatch.setattr(train_variants, "run_code", _counted(asked))
+    torch.manual_seed(0)
+    model = Recurrent()
+
+    def loss(net, batch):
+        found = cross_entropy(net, batch)
+        float(found.detach())
+        return found
+
+    with pytest.warns(Fallback):
+        step = tightship.fit(model, loss, adam(model), pairs(0), cache=measurements, seconds_per_op=0.0)
+    for k in range(5):
+        step(pairs(k))
+    assert len(asked) == 1 and len(step.notes) == 1
+    model.tail = nn.Linear(8, 3)
+    step(pairs(0))
+    assert len(asked) == 2  # another model is looked at again
+
+
+def _counted(asked: list[int]) -> Any:
+    run_code = train_variants.run_code
+
+    def counted(*args: Any, **options: Any) -> Any:
+        asked.append(1)
+        return run_code(*args, **options)
+
+    return counted
+
+
+@pytest.mark.filterwarnings("ignore::tightship.execute.interpreter.Fallback")
+@identical(plans=1, strict=False)
+def test_steps_in_eager_between_planned_ones():
+    """Under a mode of the caller's: the plan is there when it has gone."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    model = Recurrent()
+    around = lambda k: Mode() if k % 3 == 1 else contextlib.nullcontext()  # noqa: E731
+    return Loop(model, cross_entropy, adam(model), around=around, steps=6)
 
 
 # --- forward passes ------------------------------------------------------------------------------------------------

@@ -63,6 +63,14 @@ class Identity:
         self._objects = [new if x is old else x for x in self._objects]
         self._tensors = [new if t is old else t for t in self._tensors]
 
+    def settle(self, tensor: torch.Tensor) -> None:
+        """A tensor lies where it does now."""
+        tensors, _ = self._known
+        for k, t in enumerate(self._tensors):
+            if t is tensor:
+                tensors[k] = (t.data_ptr(), t.requires_grad)
+                self._places[k] = (compat.storage_reference(t), form_of(t))
+
     def _where(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """The storage of each tensor, weakly, and what a program depends on of it beside the contents."""
         return [(compat.storage_reference(t), form_of(t)) for t in self._tensors]

@@ -384,6 +384,7 @@ class TrainStep(TrainVariants):
                     self.optimizer.step()
         for _, p in self._owned.parameters if whole else ():
             p.grad = None
+        self._take_over_replaced()
         return out
 
     def _run_planned(self, batch: Any, ending: Ending) -> Any:

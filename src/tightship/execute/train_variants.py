@@ -29,6 +29,7 @@ from tightship.execute.agreement import (
     told_of,
     written,
 )
+from tightship.execute.binding import form_of
 from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel, Replicas
 from tightship.execute.interrupts import Updating
@@ -130,10 +131,24 @@ class TrainVariants(Prepared):
         """To be asked when all is ready to run; None where the step replaces nothing."""
         if not variant.program.apart:
             return None
-        traces = {id(t): t for v in self._variants for t in v.traces} | {id(asked.trace): asked.trace}
-        bindings = [v.binding for v in self._variants]
-        known: tuple[Knows, ...] = (self._owned, self._identity, *bindings, *traces.values())
+        known = self._knowing(asked.trace)
         return Replaced(variant.program, tensors, self.model, known, self._streams.items)
+
+    def _knowing(self, *traces: Any) -> list[Knows]:
+        """All that have the model's buffers."""
+        seen = {id(t): t for t in (*traces, *(t for v in self._variants for t in v.traces))}
+        return [self._owned, self._identity, *(v.binding for v in self._variants), *seen.values()]
+
+    def _take_over_replaced(self) -> None:
+        """To be called when a step has run in eager. Buffers in whose place it has put others like them are no other
+        parts of the model: that is what this step does."""
+        owned = {id(b) for b in self._owned.buffers.values()}
+        for _, _, _, own, now in self._owned.replaced():
+            plain = type(now) is type(own) and now.requires_grad is own.requires_grad and id(now) not in owned
+            if plain and now.layout is own.layout is torch.strided and form_of(now) == form_of(own):
+                for one in self._knowing():
+                    one.take(own, now)
+                self._identity.settle(now)
 
     def _replaced(self, replaced: Replaced | None, results: list[Any]) -> None:
         if replaced is not None:
