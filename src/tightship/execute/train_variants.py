@@ -159,7 +159,10 @@ class TrainVariants(Prepared):
 
     def _unshare(self) -> None:
         """Buffers that the last step has handed back, too, and that it does not write in place: to its code, what is
-        held of them is something else."""
+        held of them is something else. Not those that rank 0 sends, which is seen in what is held."""
+        if self._replicas is not None and self._replicas.parallel.buffers:
+            self._shared.clear()
+            return
         there = {id(b) for b in self._owned.buffers.values()}
         shared = [b for b in self._shared if id(b) in there and not has_own_bytes(b)]
         self._shared.clear()
