@@ -32,7 +32,7 @@ class Product(nn.Module):
 
 WAYS = {
     "operator": lambda a, b: a @ b,
-    "function": torch.matmul,
+    "function": lambda a, b: torch.matmul(a, b),
     "method": lambda a, b: a.matmul(b),
     "reflected": lambda a, b: b.__rmatmul__(a),
     "turned": lambda a, b: (b.mT @ a.mT).mT,
