@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import adamw, caught, digest, main
 
 from tightship.execute import graph_ranks
+from tightship.frontends.torch import compat_distributed
 from tightship.integrations import torch_compile_graph
 from tightship.integrations.torch_compile import compiled_plans
 
@@ -192,6 +194,46 @@ def alone() -> Any:
         torch._dynamo.reset_code(type(m).forward.__code__)
         torch_compile_graph.Compilation.run = _raises  # type: ignore[method-assign]
     return caught(lambda: stepped(call, o, words(8)))
+
+
+class Counted:
+    """A connection to the store that counts what is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.asked = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked += 1
+        return getattr(self.store, name)
+
+
+def listening() -> Any:
+    """What is asked of the store while nothing happens, and how soon a rank hears that another has failed."""
+    connections = []
+
+    def other(store: Any) -> Any:
+        connections.append(Counted(compat_distributed.other_connection(store)))
+        return connections[-1]
+
+    graph_ranks.compat_distributed = SimpleNamespace(**vars(compat_distributed) | {"other_connection": other})  # type: ignore[assignment]
+    turn = graph_ranks.begin("code.py:1", range(dist.get_world_size()))
+    assert turn is not None
+    time.sleep(2.0)
+    asked, board = connections[0].asked, turn._board
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank():
+        board.alone("code.py:1", "injected")
+    else:
+        while not board.heard and time.monotonic() < start + 10:
+            time.sleep(0.01)
+    seconds = time.monotonic() - start
+    dist.barrier()
+    board.end()
+    return {
+        "asked": asked, "heard": [tuple(f) for f in board.heard], "seconds": seconds,
+        "ended": not board._thread.is_alive(),
+    }  # fmt: skip
 
 
 def own_parts() -> Any:

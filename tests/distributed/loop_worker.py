@@ -729,5 +729,50 @@ def trained_by_a_callback() -> Any:
     return rows
 
 
+class Stateful(torch.nn.Module):
+    """Replaces its states in each step; what DistributedDataParallel sends of them are those of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head = torch.nn.LSTMCell(4, 8), torch.nn.Linear(8, 3)
+        self.register_buffer("h", torch.zeros(6, 8))
+        self.register_buffer("c", torch.zeros(6, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, c = self.cell(x, (self.h, self.c))
+        self.h, self.c = h.detach(), c.detach()
+        out: torch.Tensor = self.head(h)
+        return out
+
+
+def kept_states() -> Any:
+    """Each rank keeps results and state dicts, and one of them what its code has of states."""
+    rows: dict[str, Any] = {}
+    for planned in (False, True):
+        m = Stateful()
+        wrapped, o, log = DistributedDataParallel(m), adamw(m), []
+
+        def loss(net: Any, batch: Any, m: Any = m, log: list[Any] = log) -> Any:
+            if dist.get_rank() == 0:
+                log.append(m.h)
+            return F.cross_entropy(net(batch), torch.arange(6) % 3), m.c
+
+        step: Any = None
+        for k in range(5):
+            batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(2 * k + dist.get_rank()))
+            if planned:
+                step = step or tightship.fit(wrapped, loss, o, batch, cache=None)
+                out = step(batch)
+            else:
+                out = loss(wrapped, batch)
+                out[0].backward()
+                o.step()
+                o.zero_grad()
+            log += [m.state_dict()["h"], out[0].detach(), out[1]]
+        rows["fit" if planned else "eager"] = [digest([t]) for t in (*log, *m.state_dict().values())]
+    return rows
+
+
 if __name__ == "__main__":
     main(globals())

@@ -75,6 +75,16 @@ def test_a_rank_that_fails_to_compile_again_by_itself_ends_those_that_wait_insid
     assert seconds_to_error(first, second) < 5
 
 
+def test_a_rank_asks_nothing_of_the_store_until_another_rings() -> None:
+    first, second = ran("listening")["listening"]
+    for row in (first, second):
+        assert row["asked"] <= 1  # it waits
+        assert row["ended"]
+    assert first["heard"] == [[1, "code.py:1", 0, "injected"]]
+    assert first["seconds"] < 1
+    assert second["heard"] == []
+
+
 def test_a_budget_is_of_a_ranks_own_parts() -> None:
     """Not of the tensors that they are parts of."""
     for row in ran("own_parts")["own_parts"]:

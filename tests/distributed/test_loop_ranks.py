@@ -8,7 +8,7 @@ from support.ranks import Rows, as_planned, run, seconds_to_error
 
 OF_STEPS = (
     "losses_that_send", "by_nobody", "written_in_steps", "other_branches", "put_and_found", "compressed",
-    "added_up_apart",
+    "added_up_apart", "kept_states",
 )  # fmt: skip
 TOGETHER = (
     "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "grouped_by_one", "logged", "adversaries",
@@ -180,3 +180,8 @@ def test_what_code_writes_to_a_modules_parameters_between_steps_is_written(rows:
     for row in rows["written_between_steps"]:
         assert row["shard"] == row["eager"]
         assert row["fully_shard"] == row["eager of it"]
+
+
+def test_what_ranks_keep_of_states_that_steps_replace_is_eagers(steps: Rows) -> None:
+    for row in steps["kept_states"]:
+        assert row["fit"] == row["eager"]

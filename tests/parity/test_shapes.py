@@ -497,12 +497,6 @@ def at_shared(model, batch, log):
     model[3].bias.data = model[0].bias.data[:3]
 
 
-def at_exchanged(model, batch, log):
-    before = model[0].weight.data
-    model[0].weight.data = 0.9 * before
-    log.append(before)
-
-
 def at_parameter(model, batch, log):
     """As older codebooks have it: the optimizer goes on with the one that was there."""
     now = 0.9 * model[3].bias.detach() + model(batch[0]).detach().mean()
@@ -528,7 +522,7 @@ def at_seed(model, batch, log):
 
 
 LOOKS = [
-    at_item, at_numpy, at_text, at_list, at_strides, at_shared, at_exchanged, at_parameter, at_tangent, at_conjugate,
+    at_item, at_numpy, at_text, at_list, at_strides, at_shared, at_parameter, at_tangent, at_conjugate,
     at_generator, at_seed,
 ]  # fmt: skip
 

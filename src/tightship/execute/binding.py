@@ -20,7 +20,7 @@ from tightship.frontends.torch.optimizer.updates import state_at
 from tightship.frontends.torch.program import Program
 from tightship.process_local import NotCopied
 
-__all__ = ["Attributes", "Binding", "Identity"]
+__all__ = ["Attributes", "Binding", "Identity", "form_of"]
 
 
 class Identity:
@@ -58,9 +58,22 @@ class Identity:
         self._known = [(t.data_ptr(), trained) for t, (_, trained) in rows], settings
         self._places = self._where()
 
+    def take(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """``new`` is in the place of ``old`` by our own hand; where it lies elsewhere, `moved` says so."""
+        self._objects = [new if x is old else x for x in self._objects]
+        self._tensors = [new if t is old else t for t in self._tensors]
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """A tensor lies where it does now."""
+        tensors, _ = self._known
+        for k, t in enumerate(self._tensors):
+            if t is tensor:
+                tensors[k] = (t.data_ptr(), t.requires_grad)
+                self._places[k] = (compat.storage_reference(t), form_of(t))
+
     def _where(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """The storage of each tensor, weakly, and what a program depends on of it beside the contents."""
-        return [(compat.storage_reference(t), _form(t)) for t in self._tensors]
+        return [(compat.storage_reference(t), form_of(t)) for t in self._tensors]
 
     def _moved_alone(self) -> bool:
         """Whether all that is different is that tensors lie elsewhere, and neither where they were nor where they are
@@ -72,7 +85,7 @@ class Identity:
             if t.requires_grad is not trained:
                 return False
             if t.data_ptr() != place and not (
-                storage.expired() and compat.is_alone(t) and not compat.is_borrowed(t) and _form(t) == form
+                storage.expired() and compat.is_alone(t) and not compat.is_borrowed(t) and form_of(t) == form
             ):
                 return False
         return True
@@ -158,7 +171,8 @@ def _copied(container: Any) -> dict[Any, Any]:
     return dict(enumerate(held)) if isinstance(held, list) else held
 
 
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a program depends on of a tensor beside its contents."""
     nbytes = tensor.untyped_storage().nbytes()
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.storage_offset(), nbytes
 
@@ -204,6 +218,10 @@ class Binding(NotCopied):
                 raise BadInput(f"unknown role {slot.role!r}", place=f"slot {slot.key}")
             self._tensors.append(tensor)
         self._guarded = {(s.role, s.key): n for n, s in enumerate(program.slots)}
+
+    def take(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """``new`` is in the place of ``old``."""
+        self._tensors = [new if t is old else t for t in self._tensors]
 
     def tensors(self, leaves: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
         """One tensor per slot; None for optimizer state that does not exist yet. ``leaves`` are the

@@ -100,7 +100,7 @@ def run_eager(
         results = [known[n] for n in handed_back if n >= 0 and n not in trace.constants]
         with _stepping_twins(optimizer, twin), python_state_kept(*(h.fn for h in hooks)), inside:
             torch.autograd.backward(results[0], inputs=[parameters[n] for n in ending.wanted])
-        _write_back(trace, known)
+        buffers |= _replaced(trace, known, {id(b): n for n, b in owned.buffers.items()})
         for names in ending.averaged:
             assert ending.among is not None
             average_now([g for n in names if (g := parameters[n].grad) is not None], ending.among)
@@ -153,12 +153,12 @@ def _stepping_twins(optimizer: Any, twin: Any) -> Iterator[None]:
         yield
 
 
-def _write_back(trace: FunctionTrace, known: dict[int, torch.Tensor]) -> None:
-    """Replaced buffers get what stands in their places, which is read before anything is written."""
-    pairs = [[known[trace.index[id(t)]] for t in c.args] for c in trace.calls if c.kind == "last"]
-    with torch.no_grad():
-        for (buffer, _), now in zip(pairs, [now.clone() for _, now in pairs], strict=True):
-            buffer.copy_(now)
+def _replaced(
+    trace: FunctionTrace, known: dict[int, torch.Tensor], names: Mapping[int, str]
+) -> dict[str, torch.Tensor]:
+    """What stands in the places of buffers, by name; ``names`` by id."""
+    pairs = [c.args for c in trace.calls if c.kind == "last"]
+    return {names[id(buffer)]: known[trace.index[id(now)]].detach() for buffer, now in pairs}
 
 
 def _parameter_copy(parameter: torch.Tensor) -> torch.Tensor:

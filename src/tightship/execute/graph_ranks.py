@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import version
 from time import monotonic, sleep
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -35,7 +35,12 @@ from tightship.frontends.torch import collectives, compat_distributed
 __all__ = ["Turn", "begin"]
 
 _POLL: Final = 0.2
-"""Seconds between two answers of a rank that is asked how far it is."""
+"""Seconds between two questions how far others are, of up to `_FEW` ranks; with more of them it is longer."""
+_FEW: Final = 16
+_AT_ONCE: Final = 8
+"""Ranks that are asked with one question."""
+_LISTENS: Final = timedelta(minutes=10)
+"""How long a rank's listener waits at once: nobody asks the store again before."""
 _PATIENCE: Final = 0.6
 """Seconds that a rank waits for others until it asks how far they are."""
 _LEAST: Final = 2.0
@@ -47,6 +52,15 @@ _HEARD: Final = 3.0
 _TURN: Final = timedelta(seconds=0.2)
 """How long a collective is waited for until notes are looked at."""
 _LOG: Final = logging.getLogger("tightship")
+
+
+class Failure(NamedTuple):
+    """A rank that could not compile ``code``, which it had run ``runs`` times, by itself."""
+
+    rank: int
+    code: str
+    runs: int
+    text: str
 
 
 class _Process:
@@ -85,73 +99,101 @@ def begin(code: str, among: Sequence[int]) -> Turn | None:
 
 
 class Board:
-    """What ranks tell one another, in the store of the default process group. A thread of each answers those that
-    ask how often it has run which code."""
+    """What ranks tell one another, in the store of the default process group. A thread of each waits until one rings
+    for it: who asks how often it has run which code, and who has failed. It asks nothing of the store meanwhile."""
 
     def __init__(self, number: int) -> None:
-        self.rank = dist.get_rank()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # with the store of the ranks before
         self.key = f"tightship/graphs/{started}/{number}"
         self.store = compat_distributed.process_groups_store()
         self.runs: Counter[str] = Counter()
-        self.heard = b""  # what a rank has said that has failed by itself
-        self._looks_in = compat_distributed.other_connection(self.store)
+        self.heard: list[Failure] = []  # which others have failed by themselves
+        self.slower = max(1.0, self.world / _FEW)
+        self._asked: dict[int, float] = {}  # ranks that have not answered, and since when
+        self._answers: dict[int, int] = {}
+        self._last_asked, self._questions = 0.0, 0
+        self._listens = compat_distributed.other_connection(self.store)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._answer, name="tightship-graphs", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="tightship-graphs", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         self._ended.set()
+        with suppress(RuntimeError):
+            self._ring([self.rank], "end")
         self._thread.join(2)
 
-    def _answer(self) -> None:
+    def _ring(self, ranks: Sequence[int], what: str) -> None:
+        for r in ranks:
+            number = self.store.add(f"{self.key}/rung/{r}", 1)
+            self.store.set(f"{self.key}/bell/{r}/{number}", what)
+
+    def _listen(self) -> None:
         """Ends with the store or the process group, or when told."""
-        count = 0
+        number = 1
         with suppress(RuntimeError):
-            while not self._ended.wait(_POLL) and compat_distributed.world_size() > 1:
-                if self._looks_in.check([f"{self.key}/asked"]):
-                    count += 1
-                    self._looks_in.set(f"{self.key}/at/{self.rank}", json.dumps([count, dict(self.runs)]))
-                if self._looks_in.check([f"{self.key}/alone"]):
-                    note = self._looks_in.get(f"{self.key}/alone")
-                    if note != self.heard:
-                        self.heard = note
-                        self._say(*json.loads(note))
+            while not self._ended.is_set() and compat_distributed.world_size() > 1:
+                bell = f"{self.key}/bell/{self.rank}/{number}"
+                if not self._has_rung(bell):
+                    continue
+                what = self._listens.get(bell).decode()
+                self._listens.delete_key(bell)
+                number += 1
+                if what == "ask":
+                    self._listens.set(f"{self.key}/at/{self.rank}", json.dumps([number, dict(self.runs)]))
+                elif what != "end":
+                    self.heard.append(Failure(*json.loads(what)))
+                    self._say(self.heard[-1])
 
-    def _say(self, rank: int, place: str, text: str) -> None:
-        if rank != self.rank:
-            _LOG.error(
-                "rank %d has failed in %s, and ranks that wait for it end when it does, or after the timeout of the "
-                "process group: %s", rank, place, text,
-            )  # fmt: skip
+    def _has_rung(self, bell: str) -> bool:
+        """Waits for it; False when that has taken long."""
+        if self._listens is self.store:  # whose one connection others need meanwhile
+            return not self._ended.wait(_POLL * self.slower) and bool(self.store.check([bell]))
+        try:
+            self._listens.wait([bell], _LISTENS)
+        except dist.DistStoreError:
+            return False
+        return True
 
-    def ask(self, still: bool = True) -> None:
-        """Has others say how far they are; or no more, unless somebody else asks again."""
-        if still:
-            self.store.set(f"{self.key}/asked", b"1")
-        else:
-            self.store.delete_key(f"{self.key}/asked")
+    def _say(self, failed: Failure) -> None:
+        _LOG.error(
+            "rank %d has failed in compiling %s, and ranks that wait for it end when it does, or after the timeout "
+            "of the process group: %s", failed.rank, failed.code, failed.text,
+        )  # fmt: skip
 
-    def runs_of(self, rank: int, code: str) -> tuple[int, int] | None:
-        """The number of a rank's last answer, and how often it says it has run the code."""
+    def ask(self, ranks: Sequence[int]) -> None:
+        """Has some of these say how far they are, the next ones with the next question."""
+        now = monotonic()
+        if not ranks or now - self._last_asked < _POLL * self.slower:
+            return
+        self._last_asked = now
+        first = self._questions % len(ranks)
+        some = [*ranks[first:], *ranks[:first]][:_AT_ONCE]
+        self._questions += len(some)
+        for r in some:
+            self._asked.setdefault(r, now)
+        self._ring(some, "ask")
+
+    def runs_of(self, rank: int, code: str) -> int:
+        """How often a rank says it has run the code."""
         key = f"{self.key}/at/{rank}"
         if not self.store.check([key]):
-            return None
+            return 0
         number, runs = json.loads(self.store.get(key))
-        return number, runs.get(code, 0)
+        if number != self._answers.get(rank):
+            self._answers[rank] = number
+            self._asked.pop(rank, None)
+        return int(runs.get(code, 0))
 
-    def alone(self, place: str, text: str) -> None:
+    def is_silent(self, rank: int) -> bool:
+        """Whether it has been asked and does not answer any more."""
+        return rank in self._asked and monotonic() - self._asked[rank] > _SILENT
+
+    def alone(self, code: str, text: str) -> None:
         """Says to others that this rank fails where they may wait for it."""
-        self.store.set(f"{self.key}/alone", json.dumps([self.rank, place, text]))
-
-    def failed_alone(self, heard: bytes) -> tuple[int, str, str] | None:
-        """Which other rank has failed by itself, in what, and its error, if that is not what was ``heard``."""
-        key = f"{self.key}/alone"
-        note = self.store.get(key) if self.store.check([key]) else heard
-        if note == heard:
-            return None
-        rank, place, text = json.loads(note)
-        return None if rank == self.rank else (rank, place, text)
+        others = [r for r in range(self.world) if r != self.rank]
+        self._ring(others, json.dumps([self.rank, code, self.runs[code], text]))
 
 
 class Turn:
@@ -213,42 +255,36 @@ class Turn:
         if any(row[0] for row in said.values()):
             self._stay(said)
         if error is not None and len(said) == 1:
-            board.alone(f"compiling {self._code}", text)
+            board.alone(self._code, text)
         return dict(sorted(said.items()))
 
     def _come(self) -> list[int]:
         """The other ranks that have said how they have fared, when all have that will."""
         store, start = self._board.store, monotonic()
         patience = max(start - self._began, _LEAST)
-        missing, pause, last = [*self._others], 0.02, dict[int, tuple[int, float]]()
+        missing, pause = [*self._others], 0.02
         come: list[int] = []
-        asks = False
         while missing:
             if store.check([f"{self._key}/said/{r}" for r in missing]):
                 come, missing = [*come, *missing], []
                 break
             waited = monotonic() - start
             if waited > _PATIENCE:
-                asks = True
-                self._board.ask()
+                self._board.ask(missing)
                 now = [r for r in missing if store.check([f"{self._key}/said/{r}"])]
                 come += now
-                missing = [r for r in missing if r not in now and self._will_come(r, waited > patience, last)]
+                missing = [r for r in missing if r not in now and self._will_come(r, waited > patience)]
             sleep(pause)
-            pause = min(pause * 1.5, 0.1 if len(self._others) < 16 else 0.5)
-        if asks:
-            self._board.ask(still=False)
+            pause = min(pause * 1.5, 0.1 * self._board.slower)
         return sorted(come)
 
-    def _will_come(self, rank: int, late: bool, last: dict[int, tuple[int, float]]) -> bool:
-        """Whether the rank is to be waited for. ``last``: its last answer, and since when it is that."""
-        found = self._board.runs_of(rank, self._code)
-        number, runs = found or (0, 0)
-        before, since = last.get(rank, (number, monotonic()))
-        last[rank] = number, since if before == number else monotonic()
-        if self._board.store.check([f"{self._key}/begun/{rank}"]):
-            return monotonic() - last[rank][1] < _SILENT
-        return runs <= self._board.runs[self._code] and not late
+    def _will_come(self, rank: int, late: bool) -> bool:
+        """Whether the rank is to be waited for."""
+        board = self._board
+        runs = board.runs_of(rank, self._code)
+        if board.store.check([f"{self._key}/begun/{rank}"]):
+            return not board.is_silent(rank)
+        return runs <= board.runs[self._code] and not late
 
     def _stay(self, said: dict[int, Any]) -> None:
         """Until all have read what this rank has said."""
@@ -295,7 +331,8 @@ class Turn:
 
     def _waiting(self, key: str, place: str) -> Callable[[Any], None]:
         """Waits for a collective of this pass. Raises ``PeerFailed`` where a rank has failed in it, or before it."""
-        board, store, heard = self._board, self._board.store, self._board.heard
+        board, store = self._board, self._board.store
+        began, run = len(board.heard), board.runs[self._code] - 1
 
         def wait(work: Any) -> None:
             ended = False
@@ -309,8 +346,10 @@ class Turn:
                     if store.check([key]):
                         rank, text = json.loads(store.get(key))
                         raise PeerFailed({rank: text}, place)
-                    if (alone := board.failed_alone(heard)) is not None and alone[0] in self._others:
-                        raise PeerFailed({alone[0]: alone[2]}, alone[1])
+                for k, failed in enumerate(board.heard):
+                    is_here = (failed.code, failed.runs) == (self._code, run)
+                    if failed.rank in self._others and (k >= began or is_here):
+                        raise PeerFailed({failed.rank: failed.text}, f"compiling {failed.code}")
             work.wait()
 
         return wait if dist.get_backend() == "gloo" else lambda work: work.wait()

@@ -17,6 +17,7 @@ from tightship.execute.binding import Attributes
 from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.interpreter import Executor
 from tightship.execute.prepared import Prepared, Settings, Silent, Stages, Variant
+from tightship.execute.replaced import Knows, Replaced
 from tightship.execute.script import device_of
 from tightship.frontends.torch.capture.step import capture_forward, module_of
 from tightship.frontends.torch.program import Program
@@ -111,10 +112,21 @@ class Inference(Prepared):
             variant, tensors = self._find(batch, flatten(batch))
             if not self.settings.hand_out:
                 self._check_outside(tensors)
+            replaced = self._replacing(variant.program, tensors)
             results = variant.executor.run(tensors)
             if not self.settings.hand_out:
                 results = self._windows(variant, results)
+            if replaced is not None:
+                replaced.finish(results)
             return variant.program.result_spec.unflatten(results, batch)
+
+    def _replacing(self, program: Program, tensors: list[Any]) -> Replaced | None:
+        if not program.apart:
+            return None
+        known: tuple[Knows, ...] = (self._identity, *(v.binding for v in self._variants))
+        return Replaced(
+            program, tensors, self.model, known, self._streams.items, hand_out=self.settings.hand_out
+        )
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._largest is not None

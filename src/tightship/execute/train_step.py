@@ -384,6 +384,7 @@ class TrainStep(TrainVariants):
                     self.optimizer.step()
         for _, p in self._owned.parameters if whole else ():
             p.grad = None
+        self._take_over_replaced()
         return out
 
     def _run_planned(self, batch: Any, ending: Ending) -> Any:
@@ -400,7 +401,9 @@ class TrainStep(TrainVariants):
         if self._verify_every and self._steps % self._verify_every == 0:
             eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
         self._put_away()
+        replaced = self._replacing(variant, tensors, asked)
         results = variant.executor.run(tensors, consume=True, updating=self._updating)
+        self._replaced(replaced, results)
         made, parameters = variant.program.gradients, dict(self._owned.parameters)
         count = len(variant.program.results) - len(made)
         for n, g in zip(made, results[count:], strict=True):
@@ -411,6 +414,7 @@ class TrainStep(TrainVariants):
             compat_optimizers.mark_stepped(self.optimizer)
         if ending.clip is not None and self.loop.clip_norm is not None:
             self.grad_norm = own.pop()
+        del own[len(own) - variant.program.extra :]
         if eager is not None:
             ours = tensors_by_name(own, parameters, self._owned.buffers, optimizer, random_states())
             if names := differences(eager, ours):

@@ -29,6 +29,7 @@ from tightship.execute.agreement import (
     told_of,
     written,
 )
+from tightship.execute.binding import form_of
 from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel, Replicas
 from tightship.execute.interrupts import Updating
@@ -45,6 +46,7 @@ from tightship.execute.prepared import (
     within_unplanned,
 )
 from tightship.execute.ranks import Ranks
+from tightship.execute.replaced import Knows, Replaced, has_own_bytes, own_bytes
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
 from tightship.frontends.torch import compat_ddp, compat_distributed, compat_ops
@@ -106,6 +108,7 @@ class TrainVariants(Prepared):
         self._preparing = False
         self._updates: Updates | SeveralUpdates | None = None
         self._has_no_update = False
+        self._shared: list[torch.Tensor] = []
 
     def take_over_ddp(self, ddp: Any) -> None:
         """From here on the DistributedDataParallel of the model evaluates, and this trains."""
@@ -117,8 +120,56 @@ class TrainVariants(Prepared):
     def _may_move(self) -> bool:
         return super()._may_move and (self._replicas is None or not self._replicas.shards)
 
+    def _renew(self) -> None:
+        super()._renew()
+        self._unshare()
+
     def _on_replaced(self) -> None:
         self._owned, self._updates, self._has_no_update = Owned(self.model, self._bring_back), None, False
+
+    def _replacing(self, variant: Variant, tensors: list[Any], asked: Asked) -> Replaced | None:
+        """To be asked when all is ready to run; None where the step replaces nothing."""
+        if not variant.program.apart:
+            return None
+        known = self._knowing(asked.trace)
+        return Replaced(variant.program, tensors, self.model, known, self._streams.items)
+
+    def _knowing(self, *traces: Any) -> list[Knows]:
+        """All that have the model's buffers."""
+        seen = {id(t): t for t in (*traces, *(t for v in self._variants for t in v.traces))}
+        return [self._owned, self._identity, *(v.binding for v in self._variants), *seen.values()]
+
+    def _take_over_replaced(self) -> None:
+        """To be called when a step has run in eager. Buffers in whose place it has put others like them are no other
+        parts of the model: that is what this step does."""
+        owned = {id(b) for b in self._owned.buffers.values()}
+        for _, _, _, own, now in self._owned.replaced():
+            plain = type(now) is type(own) and now.requires_grad is own.requires_grad and id(now) not in owned
+            if plain and now.layout is own.layout is torch.strided and form_of(now) == form_of(own):
+                for one in self._knowing():
+                    one.take(own, now)
+                self._identity.settle(now)
+
+    def _replaced(self, replaced: Replaced | None, results: list[Any]) -> None:
+        if replaced is not None:
+            replaced.finish(results)
+            self._shared += replaced.shared
+            if not replaced.reshaped:
+                self._identity.moved()
+
+    def _unshare(self) -> None:
+        """Buffers that the last step has handed back, too, and that it does not write in place: to its code, what is
+        held of them is something else. Not those that rank 0 sends, which is seen in what is held."""
+        if self._replicas is not None and self._replicas.parallel.buffers:
+            self._shared.clear()
+            return
+        there = {id(b) for b in self._owned.buffers.values()}
+        shared = [b for b in self._shared if id(b) in there and not has_own_bytes(b)]
+        self._shared.clear()
+        for b in shared:
+            own_bytes(b)
+        if shared:
+            self._identity.moved()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

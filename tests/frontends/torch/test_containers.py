@@ -6,7 +6,9 @@ import collections
 from typing import Any
 
 import pytest
+import torch
 
+import tightship
 from tightship.frontends.torch.containers import contents, refill
 from tightship.frontends.torch.rerun.python_state import python_state_kept
 
@@ -92,3 +94,40 @@ def test_nothing_is_written_where_nothing_changed() -> None:
     walk = iter(x)
     refill(x, contents(x))
     assert next(walk) == "a"
+
+
+class Missing:
+    """Stands for a module that is not installed, as lazily imported ones do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"{name} of a module that is not installed")
+
+
+class Slotted:
+    __slots__ = ("__weakref__", "count")
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
+def test_what_is_not_installed_is_left_alone():
+    missing, slotted, empty = Missing(), Slotted(), Slotted()
+    slotted.count = 1
+
+    def code() -> Any:
+        return missing, slotted, empty
+
+    with python_state_kept(code):
+        slotted.count = 2
+    assert slotted.count == 1
+
+
+def test_a_step_that_knows_what_is_not_installed():
+    model, missing = torch.nn.Linear(4, 3), Missing()
+    model.missing = missing
+
+    def loss(net: Any, batch: torch.Tensor) -> torch.Tensor:
+        return net(batch).square().mean() if missing is not None else missing.loss
+
+    step = tightship.fit(model, loss, torch.optim.SGD(model.parameters(), 0.1), torch.ones(2, 4), cache=None)
+    assert step(torch.ones(2, 4)).isfinite()

@@ -367,7 +367,7 @@ def without_overrides() -> Any:
 # --- where tensors live ---------------------------------------------------------------------------------------
 
 
-def tensor_home(model: torch.nn.Module, role: str, name: str) -> tuple[Mapping[str, Any], str]:
+def tensor_home(model: torch.nn.Module, role: str, name: str) -> tuple[dict[str, Any], str]:
     """The mapping, and the key in it, where a parameter or buffer of that qualified name stands."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)

@@ -229,7 +229,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, ``owner`` has another function, class or value by that name; functions for this thread alone."""
     before = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
     with nothing_compiled_elsewhere():
-        setattr(owner, name, _only_here(before, value))
+        setattr(owner, name, only_here(before, value))
         try:
             yield
         finally:
@@ -244,10 +244,10 @@ def nothing_compiled_elsewhere() -> AbstractContextManager[Any]:
     return nullcontext() if lock is None else lock
 
 
-def _only_here(before: Any, value: Any) -> Any:
+def only_here(before: Any, value: Any) -> Any:
     """A function that is ``value`` on this thread, and ``before`` on all others; what is no function as it is."""
     if isinstance(value, classmethod) and isinstance(before, classmethod):
-        return classmethod(_only_here(before.__func__, value.__func__))
+        return classmethod(only_here(before.__func__, value.__func__))
     if not isinstance(value, types.FunctionType) or not callable(before):
         return value
     mine = threading.get_ident()

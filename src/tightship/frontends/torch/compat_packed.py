@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable
-from tightship.frontends.torch import scalar_lists
-from tightship.frontends.torch.compat_capture import patched
+from tightship.frontends.torch import eager_paths, scalar_lists
+from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere, only_here, patched
 
 
 class DataReaders:
@@ -32,7 +32,7 @@ class DataReaders:
         if name == "_pad_packed_sequence":
             return lambda *args: _padded(self._contents, *args)
         if name not in _PACKED and name != "tensor_split":
-            return scalar_lists.instead(func)
+            return eager_paths.as_in_eager(scalar_lists.instead(func))
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if name in _PACKED and args[0].is_cuda and torch.backends.cudnn.enabled:
@@ -54,11 +54,15 @@ class DataReaders:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Packed sequences, wherever modules call for them, and tensors made of lists in which tensors are."""
+        """Packed sequences, wherever modules call for them, tensors made of lists in which tensors are, and what
+        takes another path than in eager."""
         packed = [(torch._VF, name) for name in ("_pack_padded_sequence", "_pad_packed_sequence", *_PACKED)]
+        functions = (*scalar_lists.FUNCTIONS, *eager_paths.FUNCTIONS)
         with ExitStack() as stack:
-            for owner, name in (*packed, *((torch, name) for name in scalar_lists.FUNCTIONS)):
+            for owner, name in (*packed, *((torch, name) for name in functions)):
                 stack.enter_context(patched(owner, name, self.instead(getattr(owner, name))))
+            stack.enter_context(nothing_compiled_elsewhere())
+            stack.enter_context(eager_paths.on_methods(only_here))
             yield
 
 

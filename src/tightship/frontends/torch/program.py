@@ -21,6 +21,7 @@ from tightship.graph import Graph, Request, aligned, alignment_of
 from tightship.process_local import NotCopied
 
 __all__ = [
+    "Apart",
     "Call",
     "Program",
     "Ref",
@@ -76,6 +77,39 @@ class Slot:
     key: Any
 
 
+class Metadata(Protocol):
+    """Shape, stride and offset (elements) of a value; ``dtype`` is a ``torch.dtype`` or its name."""
+
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A tensor of the caller's in whose place the step puts another: in eager it lies elsewhere from then on, and
+    what was there stays as it was for those who hold it.
+
+    ``slot`` is its index among the program's. ``before`` are the results in the bytes that were there. ``now`` is a
+    result in the bytes that eager has there from then on (-1 if none of them is handed back), and ``placed`` how it
+    lies in them. Where the program ``writes`` it, it writes it into the bytes that were there; otherwise it only
+    hands it back. ``changes``: the step writes into these before that, or others of the caller's lie in them, or in
+    those that come in their place.
+    """
+
+    slot: int
+    before: tuple[int, ...]
+    now: int
+    placed: Metadata
+    writes: bool
+    changes: bool
+
+
 @dataclass(frozen=True)
 class Program(NotCopied):
     """``calls[i]`` runs ``graph.ops[i]``; ``replays[i]`` runs it as a recomputation where that differs (an op
@@ -88,7 +122,9 @@ class Program(NotCopied):
     ``asked[i]`` is the call of a torch function from which ``calls[i]`` follows, by its number in the step's trace,
     -1 where that is not known. ``replay_requests[i]`` are the measured requests of ``replays[i]`` where they differ
     from those of the op.
-    ``gradients`` are the parameters whose gradients are the last of the results.
+    ``gradients`` are the parameters whose gradients are the last of the results; before these, and before the norm of
+    gradients, stand ``extra`` ones that nobody sees. ``apart`` are the slots that in eager lie elsewhere after the
+    step.
     ``batch`` (a ``structure.BatchSpec``) says what a batch must look like, and each of ``guards`` (a
     ``data_guards.Guard``) what must be true of its data, for the captured ops to be the ones eager would run.
     ``samples[i]`` are contents on which ``calls[i]`` is measured, where zeros would not do, by the number of the
@@ -109,25 +145,14 @@ class Program(NotCopied):
     replay_requests: dict[int, tuple[Request, ...]] = field(default_factory=dict)
     asked: tuple[int, ...] = ()
     gradients: tuple[str, ...] = ()
+    apart: tuple[Apart, ...] = ()
+    extra: int = 0
     samples: dict[int, dict[int, Any]] = field(default_factory=dict)
 
     def forget_samples(self) -> None:
         """To be called when the ops are measured: no memory stays taken beside the plan's."""
         for tensors in self.samples.values():
             tensors.clear()
-
-
-class Metadata(Protocol):
-    """Shape, stride and offset (elements) of a value; ``dtype`` is a ``torch.dtype`` or its name."""
-
-    @property
-    def dtype(self) -> Any: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def stride(self) -> tuple[int, ...]: ...
-    @property
-    def offset(self) -> int: ...
 
 
 def derive(tensor: torch.Tensor, base: Metadata, value: Metadata) -> torch.Tensor:

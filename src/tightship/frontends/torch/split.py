@@ -139,7 +139,10 @@ class _Splitter:
             self.tape, results, result_spec=self.old.result_spec, name=self.graph.name, guards=self.old.guards,
             batch=self.old.batch, notes=self.old.notes, losses=losses,
         )  # fmt: skip
-        return replace(made, constants=self.old.constants, gradients=self.old.gradients)
+        old = self.old
+        return replace(
+            made, constants=old.constants, gradients=old.gradients, apart=old.apart, extra=old.extra
+        )
 
     def label(self, k: int, first: int) -> None:
         """The records from ``first`` on are those of an op."""

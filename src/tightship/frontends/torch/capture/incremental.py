@@ -150,10 +150,8 @@ class StepCapture(Capture):
             values = [self.tape.value(compat_distributed.own_part(t)) for t in (*results, loss)]
             with self._stepping_in_hooks():
                 gradients = self._gradients(loss, wanted, leaves)
-            self._late += self._replaced_data.restored()
-            self._replaced_data.written((self.tape.value(b), self.tape.value(now)) for b, now in self._late)
+            self._late = self._replaced_data.taken([*self._late, *self._replaced_data.restored()])
             self._write_back(self._late, self._given)
-        self._replaced_data.check_handed_back(values)
         made: list[str] = []
         norm: torch.Tensor | None = None
         check_held(held, gradients)
@@ -175,14 +173,14 @@ class StepCapture(Capture):
         batch, replaced = BatchSpec.of(self.batch), self._replaced_data
 
         def program(kept: Sequence[TapeValue]) -> Program:
-            known = [*map(tape.intern, kept)]
-            replaced.check_handed_back(known)
-            handed_back = [*values[:-1], *known, *ends]
+            extra = replaced.extra()
+            handed_back = [*values[:-1], *map(tape.intern, kept), *extra, *ends]
             captured = finish(
                 tape, handed_back, result_spec=spec, name=name, guards=guards, batch=batch, notes=notes,
                 losses=values[-1:], sums=True, whole_batch=False,
             )  # fmt: skip
-            return replace(captured, gradients=tuple(made))
+            apart = replaced.apart(handed_back, captured.slots)
+            return replace(captured, gradients=tuple(made), apart=apart, extra=len(extra))
 
         return program
 

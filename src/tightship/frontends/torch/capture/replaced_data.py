@@ -3,13 +3,15 @@ constant (a target network's weights).
 
 On stand-ins this is what it is in eager: ops that come after it read the new bytes, and so does what autograd has
 saved of the parameter itself. The caller's tensor stays where it lies. When gradients are there, so that nobody reads
-what it held before, the new bytes are written into it.
+what it held before, the new bytes are written into it. What was there is then somebody else's, if anybody holds it:
+`execute.replaced` sees to that, by what `ReplacedData.apart` says.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from tightship.errors import Unplannable
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.tape import Tape, TapeValue
+from tightship.frontends.torch.program import Apart, Slot
 
 __all__ = ["ReplacedData"]
 
@@ -28,14 +31,29 @@ class _Owned(NamedTuple):
     value: TapeValue
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Row:
+    """What lies ``now`` in the place of the slot that has the storage ``own`` to itself, as `Apart` has it."""
+
+    stand_in: torch.Tensor
+    own: int
+    now: TapeValue
+    role: str = ""
+    key: Any = None
+    writes: bool = True
+    changes: bool = False
+
+
 class ReplacedData:
     """The stand-ins ``named`` of what the caller owns, each an input of ``tape``, and where they lie."""
 
-    def __init__(self, tape: Tape, mode: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, tape: Tape, mode: Any, named: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         self._tape, self._mode = tape, mode
         self._owned: list[_Owned] = []
-        # Storages of which eager has another after the step, or that it has given.
-        self._written: set[int] = set()
+        self._rows: list[_Row] = []
         for name, fake in named:
             self.own(name, fake)
 
@@ -65,7 +83,6 @@ class ReplacedData:
                 pairs.append((home, now))
         given = [self._tape.storage(self._tape.value(now)) for _, now in pairs]
         self._check_apart(homes, given)
-        self._written = {*homes, *given}
         return pairs
 
     def _check_apart(self, homes: Mapping[int, str], given: list[int]) -> None:
@@ -80,28 +97,63 @@ class ReplacedData:
                     "set a copy (clone()), or write with .data.copy_(…)",
                 )  # fmt: skip
 
-    def written(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Takes in what is written behind the backward pass: the caller's value, and what goes there.
+    def taken(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """Takes in what goes in the place of what, ``pairs`` of the caller's own stand-in and another, when gradients
+        are there and nothing is written yet. Returns those that are to be written there.
+
+        A buffer whose bytes the step also writes, or that others share, is not written: who holds these bytes would
+        see otherwise than in eager what was written, and when. So it is with one that becomes a tensor of the batch,
+        whose bytes the next batch may be written to. All buffers are handed back then.
 
         Raises ``Unplannable`` where one tensor goes to several places, which in eager are one from then on.
         """
-        rows = [(self._tape.storage(own), self._tape.storage(now)) for own, now in pairs]
-        if len({now for _, now in rows}) < len({*rows}):
+        tape, changed = self._tape, {s for r in self._tape.records for s in (*r.writes, *r.updates)}
+        rows = [
+            _Row(own, tape.values[tape.value(own)].storage, tape.values[tape.value(now)])
+            for own, now in pairs
+        ]
+        if len({r.now.storage for r in rows}) < len({(r.own, r.now.storage) for r in rows}):
             raise Unplannable(
                 "one tensor in the place of several buffers or parameters",
                 "in eager they share bytes from then on, and each would follow what is written to the others",
                 "put a copy there (clone())",
             )  # fmt: skip
-        self._written |= {own for own, _ in rows}
+        rows = [r for r in rows if r.own != r.now.storage]
+        for r in rows:
+            (_, r.role, r.key), *others = tape.slots_of({r.own})
+            of_batch = tape.storages[r.now.storage].role == "input"
+            r.changes = r.own in changed or bool(others) or of_batch
+        handed = any(r.changes and r.role == "buffer" for r in rows)
+        for r in rows:
+            r.writes = not (handed and r.role == "buffer")
+        self._rows = rows
+        left = {id(r.stand_in) for r in rows if not r.writes}
+        return [(own, now) for own, now in pairs if id(own) not in left]
 
-    def check_handed_back(self, values: Iterable[int]) -> None:
-        """Raises ``Unplannable`` where the step hands back, or keeps, a tensor in bytes that it has put in the place
-        of others, or in those that were there: what is written there would be seen otherwise than in eager."""
-        if any(self._tape.storage(v) in self._written for v in values):
-            raise Unplannable(
-                "a tensor handed back in the bytes of what the step replaces (p.data = …, a buffer), or puts there,",
-                "what is written there would be seen otherwise than in eager", "hand back a copy (clone())",
-            )  # fmt: skip
+    def extra(self) -> list[int]:
+        """Values to be handed back behind all results: what goes in the place of what is not written."""
+        return [self._tape.intern(r.now) for r in self._rows if not r.writes]
+
+    def apart(self, results: Sequence[int], slots: Sequence[Slot]) -> tuple[Apart, ...]:
+        """For the program that hands back the values ``results``, `extra` among them.
+
+        Raises ``Unplannable`` for a result in bytes that the step writes in two ways, which would be seen otherwise
+        than in eager."""
+        homes = [self._tape.storage(v) for v in results]
+        number = {(s.role, s.key): k for k, s in enumerate(slots)}
+        found = []
+        for r in self._rows:
+            before = tuple(k for k, s in enumerate(homes) if s == r.own)
+            if before and r.changes and r.writes:
+                raise Unplannable(
+                    "a tensor handed back in bytes that a step writes, and then sets to others (p.data = …),",
+                    "what is written there would be seen otherwise than in eager", "hand back a copy (clone())",
+                )  # fmt: skip
+            now = homes.index(r.now.storage) if r.now.storage in homes else -1
+            found.append(
+                Apart(number[r.role, r.key], before if r.writes else (), now, r.now, r.writes, r.changes)
+            )
+        return tuple(found)
 
 
 def check_data(name: str, own: TapeValue, data: torch.Tensor) -> None:

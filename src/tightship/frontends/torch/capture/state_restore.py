@@ -186,7 +186,7 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
         parts = contents(value)
     elif isinstance(value, dict):
         parts = contents(value).values()
-    elif hasattr(value, "__dataclass_fields__"):
+    elif hasattr(type(value), "__dataclass_fields__"):
         parts = getattr(value, "__dict__", {}).values()
     for x in parts if depth else ():
         yield from _tensors(x, depth - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from tightship.frontends.torch.capture.checks import (
 )
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_whole
+from tightship.frontends.torch.capture.replaced_data import ReplacedData
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
 from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker, check_plain
 from tightship.frontends.torch.optimizer.copy import Rows
@@ -286,15 +287,19 @@ class Capture:
             fakes = self._fakes()
             with self.mode, self.recorder, self.readers.active(), self.tracker.active(), self._swapped(fakes):
                 out = called(self.model, fakes.batch)
-                self._write_back(self._replaced(fakes), fakes)
+                replaced = ReplacedData(self.tape, self.mode)
+                self._write_back(replaced.taken(self._replaced(fakes)), fakes)
         given = caches(fakes.batch)
         spec, values = Results.of_refs(self._results(out, given), [self._results(c) for c in given])
         if not values:
             raise BadInput(f"no tensor in the output of type {type(out).__name__}", place="model")
-        return finish(
-            self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
+        extra = replaced.extra()
+        handed_back = [*values, *extra]
+        program = finish(
+            self.tape, handed_back, result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), losses=values,
         )  # fmt: skip
+        return replace(program, apart=replaced.apart(handed_back, program.slots), extra=len(extra))
 
     def _run(self, loss_fn: LossFn, fakes: _Fakes, wanted: list[str]) -> tuple[Any, dict[str, torch.Tensor]]:
         """Forward and backward on the fakes: what the loss function returned (as ``Ref``s), and the gradients."""

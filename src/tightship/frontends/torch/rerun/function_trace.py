@@ -256,6 +256,19 @@ class FunctionTrace(NotCopied):
             self.tensors.append(tensor)
         return n
 
+    def take(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """``new`` is in the place of ``old``, a tensor of the caller's, from now on."""
+        n = self.index.get(id(old))
+        if n is None:
+            return
+        places = self.places.get(n, ())
+        del self.index[id(old)]
+        self.tensors[n], self.index[id(new)] = new, n
+        for call in (self.calls[k] for k in places):
+            call.args, call.kwargs, call.answer = map_tensors(
+                lambda t: new if t is old else t, (call.args, call.kwargs, call.answer)
+            )
+
     def common(self, other: FunctionTrace) -> int:
         """How many of the first calls are the same in both, whatever the numbers among their arguments."""
         for k, (a, b) in enumerate(zip(self.calls, other.calls, strict=False)):

@@ -244,6 +244,11 @@ class Owned:
             for late, fn in compat_optimizers.gradient_hooks(p)
         ]
 
+    def take(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """``new`` is in the place of the buffer ``old`` from now on."""
+        self.buffers |= {n: new for n, _, _, own in self.homes if own is old}
+        self.homes = tuple((n, home, k, self.buffers[n]) for n, home, k, _ in self.homes)
+
     def replaced(self) -> list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]]:
         """(name, mapping, key, own tensor, tensor there now) of buffers in whose place something else stands."""
         return [(n, home, k, own, home[k]) for n, home, k, own in self.homes if home.get(k) is not own]

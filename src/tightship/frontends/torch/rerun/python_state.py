@@ -82,6 +82,7 @@ class _Reachable:
     def undo(self) -> None:
         for put_back in reversed(self._undo):
             put_back()
+        self._undo.clear()  # they hold this, which holds all that was found
 
     def moved(self) -> str | None:
         """An iterator that is no longer where it was and cannot be set back."""
@@ -120,7 +121,7 @@ class _Reachable:
             self._todo += contents(x)[:ELEMENTS]
         elif isinstance(x, io.IOBase):
             self._file(x)
-        elif isinstance(x, types.GeneratorType) or hasattr(x, "__next__"):
+        elif isinstance(x, types.GeneratorType) or hasattr(type(x), "__next__"):
             self._iterator(x)
         elif not self._drawing(x) and not isinstance(x, torch.Tensor):
             self._object(x)
@@ -198,11 +199,11 @@ class _Reachable:
 
     def _iterator(self, x: Any) -> None:
         with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
-            self._todo += [a for a in _reduced(x)[1] if hasattr(a, "__next__")]
+            self._todo += [a for a in _reduced(x)[1] if hasattr(type(a), "__next__")]
         state = _state(x)
-        if state is not None and hasattr(x, "__setstate__"):
+        if state is not None and hasattr(type(x), "__setstate__"):
             self._undo.append(lambda: _set_state(x, state))
-        elif hasattr(x, "__dict__"):
+        elif _own(x, "__dict__") is not None:
             self._object(x)
         else:
             self._moving.append((x, _position(x)))
@@ -239,7 +240,7 @@ class _Reachable:
 
     def _object(self, x: Any) -> None:
         self._todo.append(type(x))
-        attributes = getattr(x, "__dict__", None)
+        attributes = _own(x, "__dict__")
         if isinstance(attributes, dict):
             held = dict(attributes)
 
@@ -249,8 +250,8 @@ class _Reachable:
             self._undo.append(put_back)
             self._held(held.values())
         for name in _slots(type(x)):
-            if hasattr(x, name):
-                value = getattr(x, name)
+            value = _own(x, name, self)
+            if value is not self:
                 self._undo.append(functools.partial(object.__setattr__, x, name, value))
                 self._todo.append(value)
 
@@ -264,6 +265,15 @@ _LIBRARIES = {
     "torch", "numpy", "scipy", "transformers", "builtins", "tightship", "jax", "tensorflow", "pandas", "sympy",
     *sys.stdlib_module_names,
 } - {"__main__"}  # fmt: skip
+
+
+def _own(x: Any, name: str, default: Any = None) -> Any:
+    """An attribute that the object has by itself: what stands for a module that is not there raises when it is asked
+    for others."""
+    try:
+        return object.__getattribute__(x, name)
+    except (AttributeError, TypeError):
+        return default
 
 
 def _of_a_library(module: Any) -> bool:
