@@ -198,7 +198,7 @@ def test_plans_between_the_least_and_those_that_took_too_much_are_looked_at(monk
 
 
 def test_ways_to_cut_are_not_in_what_was_decided_before() -> None:
-    """A plan's log names the program that it leads to; with the ways to cut in it, the same one was looked at again."""
+    """A plan's log names the program that it leads to; with ways to cut in it, the same one was looked at again."""
     program = program_of(jax.jit(step_of(attention)).trace(weights(), X).jaxpr)
     planner = Planner("select")
     planner.log = log = ["decided"]

@@ -75,8 +75,8 @@ _NEAR, _CHEAP, _WORTH = 0.95, 1.005, 0.002
 must be, is not improved upon; nor is one that what it leaves of the budget would save at most this part of them, if
 each byte saved as many as those that were taken from the step cost."""
 _LEFT_OUT = 0.9
-"""Part of what XLA takes for the step as it is that the model has for it without what loops take inside, at least, for
-that to be left out of the bytes that the first plan is asked to take."""
+"""Part of what XLA takes for the step as it is that the model has for it without what loops take inside, at least,
+for that to be left out of the bytes that the first plan is asked to take."""
 _AIM = 0.97
 """Part of the budget's temporaries that the next plan is to take, after one that took more."""
 _ALMOST, _MAYBE = 2.0, 1.15
