@@ -174,13 +174,14 @@ def test_what_a_shard_map_makes_again_waits_for_its_turn() -> None:
     assert found.temporaries < 0.6 * before.temporaries and counted > 1.1 * operations
 
 
-def test_plans_between_the_least_and_those_that_took_too_much_are_looked_at(monkeypatch) -> None:
+@pytest.mark.parametrize("until", [math.inf, 0.0])
+def test_plans_between_the_least_and_those_that_took_too_much_are_looked_at(monkeypatch, until) -> None:
     """A search that goes from too much to the least there is has left out what lies between, of which XLA may make
-    less than of the least."""
+    less than of the least: one such plan is looked at however late it is."""
     traced = jax.jit(step_of(attention)).trace(weights(), X)
     program, leaves = program_of(traced.jaxpr), jax.tree.leaves((weights(), X))
     before, operations = look_at(traced.lower(), memory=False)
-    search = Search((program,), leaves, (), before.total - 1, before, math.inf, operations)
+    search = Search((program,), leaves, (), before.total - 1, before, until, operations)
     wide = search.planner.level(program, 0.9 * unplanned_bytes(program))
     least = search.planner.level(program, 0.0)
     for beyond, level in ((float(wide.peak), wide), (0.0, least)):

@@ -359,7 +359,7 @@ class Search:
         planned = [c for c in self.found if c.which == self.which and c.beyond < math.inf]
         asked = max((c.beyond for c in planned), default=math.inf)
         least = min((float(c.level.peak) for c in planned), default=math.inf)
-        self._at_parts(least, asked, _BETWEEN)
+        self._at_parts(least, asked, _BETWEEN, anyhow=1)
         if not self.fitting():
             self._by_policies(math.inf, math.inf)
             self._by_blocks()
@@ -367,10 +367,11 @@ class Search:
         if not self.fitting():
             self._in_other_order()
 
-    def _at_parts(self, low: float, high: float, parts: Sequence[float]) -> None:
-        """Plans for parts of the way from ``low`` bytes to ``high``, up to the first that is within the budget."""
-        for part in parts if low < high else ():
-            if self.fitting() or self._late:
+    def _at_parts(self, low: float, high: float, parts: Sequence[float], anyhow: int = 0) -> None:
+        """Plans for parts of the way from ``low`` bytes to ``high``, up to the first that is within the budget;
+        ``anyhow``: so many however late it is."""
+        for k, part in enumerate(parts if low < high else ()):
+            if self.fitting() or (k >= anyhow and self._late):
                 return
             beyond = math.inf if part == 1.0 else low + part * (high - low)
             self.planner.log = []
