@@ -1,6 +1,7 @@
 """Steps cut into blocks, as people write `jax.checkpoint` around one layer after the other."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,12 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
+from tightship.integrations import jax_search  # noqa: E402
 from tightship.integrations.jax_compiled import compile_for, look_at, memory_of  # noqa: E402
 from tightship.integrations.jax_levels import Planner, _check, _frame, unplanned_bytes  # noqa: E402
 from tightship.integrations.jax_policies import block_names, steps_of_policy, unbeaten  # noqa: E402
 from tightship.integrations.jax_regions import program_of  # noqa: E402
-from tightship.integrations.jax_search import Candidate, Search  # noqa: E402
+from tightship.integrations.jax_search import Candidate, Search, _key  # noqa: E402
 
 LAYERS = 4
 KEY = jax.random.PRNGKey(0)
@@ -172,13 +174,14 @@ def test_what_a_shard_map_makes_again_waits_for_its_turn() -> None:
     assert found.temporaries < 0.6 * before.temporaries and counted > 1.1 * operations
 
 
-def test_plans_between_the_least_and_those_that_took_too_much_are_looked_at(monkeypatch) -> None:
+@pytest.mark.parametrize("until", [math.inf, 0.0])
+def test_plans_between_the_least_and_those_that_took_too_much_are_looked_at(monkeypatch, until) -> None:
     """A search that goes from too much to the least there is has left out what lies between, of which XLA may make
-    less than of the least."""
+    less than of the least: one such plan is looked at however late it is."""
     traced = jax.jit(step_of(attention)).trace(weights(), X)
     program, leaves = program_of(traced.jaxpr), jax.tree.leaves((weights(), X))
     before, operations = look_at(traced.lower(), memory=False)
-    search = Search((program,), leaves, (), before.total - 1, before, math.inf, operations)
+    search = Search((program,), leaves, (), before.total - 1, before, until, operations)
     wide = search.planner.level(program, 0.9 * unplanned_bytes(program))
     least = search.planner.level(program, 0.0)
     for beyond, level in ((float(wide.peak), wide), (0.0, least)):
@@ -193,6 +196,106 @@ def test_plans_between_the_least_and_those_that_took_too_much_are_looked_at(monk
     monkeypatch.setattr(search, "look", look)
     search._elsewhere()
     assert len(asked) == 1 and least.peak < asked[0] < wide.peak  # the first was within the budget
+
+
+def test_ways_to_cut_are_not_in_what_was_decided_before() -> None:
+    """A plan's log names the program that it leads to; with ways to cut in it, the same one was looked at again."""
+    program = program_of(jax.jit(step_of(attention)).trace(weights(), X).jaxpr)
+    planner = Planner("select")
+    planner.log = log = ["decided"]
+    assert planner.blocks(program) and planner.log is log == ["decided"]
+
+
+@pytest.mark.parametrize(("times", "orders"), [(10.0, 1), (1.2, 2)])
+def test_blocks_far_above_the_budget_are_looked_at_in_one_order(monkeypatch, times, orders) -> None:
+    search = searched(step_of(attention), weights(), X, lambda before: before.total // 2)
+    looks: list[bool] = []
+
+    def look_in(order, of):
+        looks.append(order)
+        made = replace(of, memory=replace(of.memory, temporaries=int(times * search.room)), order=order)
+        search._looks[_key(of.level, of.log), order] = made
+        search.found.append(made)
+        return made
+
+    monkeypatch.setattr(search, "_look_in", look_in)
+    monkeypatch.setattr(search, "lower", lambda level: None)
+    monkeypatch.setattr(search, "_orders", (True, False))
+    search._by_blocks()
+    assert len(looks) == orders * len(search.planner.blocks(search.program)) > 0
+
+
+def adam_of_checkpoints(params, mean, square, x):
+    """Layers in a scan, each checkpointed, and results of three times the parameters' bytes."""
+
+    def loss(params):
+        return (jax.lax.scan(jax.checkpoint(lambda x, w: (attention(w, x), None)), x, params)[0] ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
+    square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, square, grads)
+    new = jax.tree.map(lambda p, m, s: p - 0.1 * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
+    return new, mean, square, value
+
+
+def stacked():
+    params = jax.tree.map(lambda *rows: jnp.stack(rows), *weights())
+    return params, *(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+
+
+def searched(step, *given):
+    """A search for ``limit(before)`` bytes; the last of what is given."""
+    *args, limit = given
+    traced = jax.jit(step).trace(*args)
+    before, operations = look_at(traced.lower(), memory=False)
+    program = program_of(traced.jaxpr)
+    return Search((program,), jax.tree.leaves(args), (), limit(before), before, math.inf, operations)
+
+
+class Asked(Exception):
+    """Enough was asked for."""
+
+
+def asked_by(search, monkeypatch, count):
+    """The bytes of the first plans that a search asks for, where none is within them, by the model and by XLA."""
+    asked: list[float] = []
+    least = search.planner.level(search.program, math.inf)
+
+    def level(program, beyond):
+        if beyond < math.inf:
+            asked.append(beyond)
+        if len(asked) == count:
+            raise Asked
+        return replace(least, peak=int(1.01 * beyond)) if beyond < math.inf else least
+
+    def look(made, beyond):
+        taken = replace(search.before, temporaries=search.room + 1)
+        search.found.append(Candidate(None, taken, False, made, beyond, []))
+        return search.found[-1]
+
+    monkeypatch.setattr(search.planner, "level", level)
+    monkeypatch.setattr(search, "look", look)
+    with suppress(Asked):
+        search._planned()
+    return asked
+
+
+def test_a_step_is_not_asked_for_less_than_the_model_has_of_it(monkeypatch) -> None:
+    """What loops take inside counts in the model, and in what it is asked for: for nearly all that XLA takes for the
+    step as it is, whose checkpoints leave it nothing but that, the search asked for less than any plan takes."""
+    search = searched(adam_of_checkpoints, *stacked(), X, lambda before: before.total - 1)
+    taken = search.planner.unplanned(search.program)
+    assert unplanned_bytes(search.program) < 0.9 * search.before.temporaries < taken  # what this is about
+    (first, *_) = asked_by(search, monkeypatch, 2)
+    assert first >= min(taken, search.room + search.before.outputs) - 1
+
+
+def test_where_nothing_is_within_what_was_asked_what_loops_take_inside_is_added(monkeypatch) -> None:
+    """The first question leaves it out where the model is right without it."""
+    monkeypatch.setattr(jax_search, "_LEFT_OUT", 0.0)
+    search = searched(adam_of_checkpoints, *stacked(), X, lambda before: before.total - 1)
+    first, second = asked_by(search, monkeypatch, 2)
+    assert first < 0.95 * second and second >= search.planner.unplanned(search.program) - 1
 
 
 def test_unbeaten_names_come_by_operations() -> None:

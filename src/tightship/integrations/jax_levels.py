@@ -196,6 +196,7 @@ class Planner:
         if id(program) not in self._blocks:
             kept, found = self.log, dict[tuple[int, int, int], tuple[str, Level]]()
             for name in block_names():
+                self.log = []  # none of this is in what was decided before
                 level = self.by_policy(program, name, math.inf)
                 if level.again:
                     found.setdefault((level.flops, level.peak, level.again), (name, level))
@@ -417,6 +418,10 @@ class Planner:
             )
             self._inner[key] = e.bodies or e.made, most * devices_of(e)
         return replace(e, inner=self._inner[key][1])
+
+    def unplanned(self, program: Program) -> int:
+        """What a program takes beyond what it is given, run as it is, with what its loops take inside."""
+        return unplanned_bytes(self._within(program))
 
     def _within(self, program: Program) -> Program:
         return replace(program, equations=[self._measured(e) for e in program.equations])

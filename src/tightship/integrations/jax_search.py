@@ -74,6 +74,9 @@ _NEAR, _CHEAP, _WORTH = 0.95, 1.005, 0.002
 """A plan that needs at least this part of the budget's temporaries, or at most this many times the operations that
 must be, is not improved upon; nor is one that what it leaves of the budget would save at most this part of them, if
 each byte saved as many as those that were taken from the step cost."""
+_LEFT_OUT = 0.9
+"""Part of what XLA takes for the step as it is that the model has for it without what loops take inside, at least,
+for that to be left out of the bytes that the first plan is asked to take."""
 _AIM = 0.97
 """Part of the budget's temporaries that the next plan is to take, after one that took more."""
 _ALMOST, _MAYBE = 2.0, 1.15
@@ -84,6 +87,8 @@ _CHEAPER = 0.98
 _CLOSE, _ANYHOW = 1.1, 1.08
 """How far a program in the one of XLA's orders may be for the other one to be tried: by what that took before, and of
 a small program whatever it took."""
+_FAR = 1.75
+"""How many times the budget's temporaries a program may take in one of XLA's orders to be looked at in the other."""
 _SMALL = 500
 """Equations of a program that is soon looked at: twice as many plans are."""
 _LEAST = 0.5
@@ -213,8 +218,10 @@ class Search:
             self._scale = max(1.0, unplanned / placed)
             unplanned /= self._scale
         scale = self._scale
-        more = int(unplanned) - self.before.temporaries  # what XLA takes for results by itself, or never has
-        beyond = float(self.room + min(self._results, max(0, more)))
+        beyond = self._begins_with(unplanned)
+        more = self._begins_with(self.planner.unplanned(self.program) / scale)
+        if unplanned < _LEFT_OUT * self.before.temporaries:
+            beyond = more
         if beyond >= unplanned and self.planner.level(self.program, math.inf).peak <= beyond * scale:
             beyond = math.inf  # not so where the step's own checkpoints make less of it
         most = 2 * _TRIES if self._small else _TRIES
@@ -234,6 +241,11 @@ class Search:
                 break
             takes, known = min(beyond, peak), len(self._looks)
             made = self.look(level, beyond * scale)
+            if peak > beyond and more > max(beyond, peak) and not self.fitting():
+                # By the model nothing is within so little: what loops take inside counts beside the results, and XLA
+                # puts the one into the other.
+                beyond, self._last, self._other = more, None, math.inf
+                continue
             least = min((c.memory.temporaries for c in self.found if c is not made), default=0)
             far = peak > _CLOSE * beyond and made.memory.temporaries > _CLOSE * self.room
             if peak > beyond and (
@@ -256,6 +268,12 @@ class Search:
             if beyond == 0.0 or following < 0 or abs(following - beyond) < 0.01 * following:
                 break
             beyond = following
+
+    def _begins_with(self, unplanned: float) -> float:
+        """The bytes to plan for at first, where the step as it is takes ``unplanned`` by the model: those there are
+        for temporaries, and those of results as far as XLA has temporaries in them, or the model other ones."""
+        more = int(unplanned) - self.before.temporaries
+        return float(self.room + min(self._results, max(0, more)))
 
     def _cheap(self, made: Candidate) -> bool:
         """Whether next to nothing is left to win: neither by the model, nor by XLA's count."""
@@ -341,7 +359,7 @@ class Search:
         planned = [c for c in self.found if c.which == self.which and c.beyond < math.inf]
         asked = max((c.beyond for c in planned), default=math.inf)
         least = min((float(c.level.peak) for c in planned), default=math.inf)
-        self._at_parts(least, asked, _BETWEEN)
+        self._at_parts(least, asked, _BETWEEN, anyhow=1)
         if not self.fitting():
             self._by_policies(math.inf, math.inf)
             self._by_blocks()
@@ -349,10 +367,11 @@ class Search:
         if not self.fitting():
             self._in_other_order()
 
-    def _at_parts(self, low: float, high: float, parts: Sequence[float]) -> None:
-        """Plans for parts of the way from ``low`` bytes to ``high``, up to the first that is within the budget."""
-        for part in parts if low < high else ():
-            if self.fitting() or self._late:
+    def _at_parts(self, low: float, high: float, parts: Sequence[float], anyhow: int = 0) -> None:
+        """Plans for parts of the way from ``low`` bytes to ``high``, up to the first that is within the budget;
+        ``anyhow``: so many however late it is."""
+        for k, part in enumerate(parts if low < high else ()):
+            if self.fitting() or (k >= anyhow and self._late):
                 return
             beyond = math.inf if part == 1.0 else low + part * (high - low)
             self.planner.log = []
@@ -360,13 +379,18 @@ class Search:
 
     def _by_blocks(self) -> None:
         """All ways to cut the step into blocks, in both of XLA's orders, the better one first, up to the first that
-        is within the budget: the model does not know which of them XLA makes least of."""
+        is within the budget: the model does not know which of them XLA makes least of. Those that are far above it in
+        the one order are not looked at in the other."""
         rows = sorted(self.planner.blocks(self.program).items(), key=lambda row: row[1].flops)
         for order in sorted(self._orders, key=self._least_in):
             for name, level in rows:
                 if self.fitting() or self._late:
                     return
-                if (_key(level, [name]), order) not in self._looks:
+                key = _key(level, [name])
+                there = self._looks.get((key, not order))
+                if there is not None and there.memory.temporaries > _FAR * self.room:
+                    continue
+                if (key, order) not in self._looks:
                     made = self.lower(level)
                     of = Candidate(made, self.before, order, level, math.inf, [name], which=self.which)
                     self._look_in(order, of)
