@@ -151,6 +151,32 @@ def test_pointwise_results_of_fused_code_take_the_places_of_what_they_are_made_f
     assert least(model) < apart.value.best_peak
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_read_in_another_order_is_not_written_over_and_bounds_allow_for_it(turned):
+    def gradients(a, b, c):
+        with torch.enable_grad():
+            a = a.detach().requires_grad_()
+            made = torch.bmm(a, b)  # one matrix of each
+            loss = torch.sigmoid(c + (made.transpose(0, 1) if turned else made)).square().sum()
+        return loss.detach(), *torch.autograd.grad(loss, [a])
+
+    inputs = torch.randn(8, 8, 16), torch.randn(8, 16, 32), torch.randn(8, 8, 32)
+    step = fuse_step(make_fx(gradients, tracing_mode="fake")(*inputs), 1)
+    (at,) = (k for k, n in step.calls.items() if n.name.startswith("sigmoid") and "backward" not in n.name)
+    (made,) = (s for s, name in step.nodes.items() if name == "bmm")
+    assert (made in dict(step.graph.ops[at].overwrites)) is not turned
+    assert made in dict(step.may[at])
+
+
+def test_a_near_miss_is_met_by_a_lower_target_and_teaches_nothing_at_first(model):
+    whole = simulate.replay(model.graph, default.plan(model.graph, None).steps).peak
+    budget = planned(model, (least(model) + whole) // 2).peak
+    made = aim(model, budget, lambda _, n: n + 500)
+    found = made.run()
+    assert found[0].needed > budget >= min(c.needed for c in found)
+    assert not made.learned
+
+
 def test_a_lesson_is_no_reason_to_end_where_nothing_fits(model):
     """The least of the model that has learned is above the one before: a plan of each is looked at."""
     low = least(model)

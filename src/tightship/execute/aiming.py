@@ -196,6 +196,7 @@ class Aim(Generic[T]):
         close = int(CLOSE * (self.budget - self.static))
         low, high, target, nearer = self.static, None, self.budget, close // NEARER
         reached: int | None = None  # the least that the planner came to
+        missed = False  # with what has been learned so far
         for _ in range(most):
             c, modeled, least = self._at(target)
             if least is not None:
@@ -207,10 +208,12 @@ class Aim(Generic[T]):
                 break
             found.append(c)
             off = self.budget - c.needed
-            # What is near is met by a lower target: with one more lesson the model may be too careful.
-            if off < -close and len(self.learned) < lessons and self._learns(c):
-                high, reached, target = None, None, self.budget
+            # What is near is mostly met by a lower target: with one more lesson the model may be too careful.
+            learns = off < -close or (off < 0 and missed)
+            if learns and len(self.learned) < lessons and self._learns(c):
+                high, reached, target, missed = None, None, self.budget, False
                 continue
+            missed = missed or off < 0
             if off >= 0:
                 low = max(low, target)
                 if off <= close or self._gain(c, off) <= self.slack:

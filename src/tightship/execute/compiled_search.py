@@ -31,7 +31,7 @@ from tightship.execute.aiming import (
 )
 from tightship.execute.cache import KeptPartitions, Partition, Unplanned, plan_of
 from tightship.execute.compiled import StepReplay, place
-from tightship.frontends.torch.capture.fused import with_workspaces
+from tightship.frontends.torch.capture.fused import Overwrites, with_overwrites, with_workspaces
 from tightship.frontends.torch.compat_inductor import NotLowered, Outdated
 from tightship.options import Deadline
 from tightship.plan import Plan
@@ -59,7 +59,11 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class FusedModel(Model, Protocol[T_contra]):
-    """A model of fused code that says what a candidate computes again: how many kernels, and their seconds."""
+    """A model of fused code that says what a candidate computes again: how many kernels, and their seconds; and what
+    results ``may`` at most be written over."""
+
+    @property
+    def may(self) -> Mapping[int, Overwrites]: ...
 
     def recompute_time(self, made: T_contra, /) -> tuple[int, float]: ...
 
@@ -265,7 +269,7 @@ class CompiledSearch(ABC, Generic[T]):
         model = self.model
         if model is None:
             return 0
-        graph = with_workspaces(model.graph, model.calls, first.workspaces())
+        graph = with_workspaces(with_overwrites(model.graph, model.may), model.calls, first.workspaces())
         return int(lower_bound(graph, deadline=Deadline.after(BOUND)))
 
     def _tried(

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
+from tightship.cached import cached_property
 from tightship.errors import Unsupported
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.torch import compat_compile, compat_inductor, compat_ops
@@ -40,16 +41,24 @@ from tightship.frontends.torch.compiled_collectives import is_collective, is_gat
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.plan import Plan, Step
-from tightship.simulate import replay
+from tightship.simulate import Timeline, replay
 
 __all__ = [
-    "FusedJoint", "Fusing", "Writing", "between_blocks", "fuse", "with_excess", "with_workspaces",
+    "FusedJoint", "Fusing", "Overwrites", "Writing", "between_blocks", "fuse", "with_excess", "with_overwrites",
+    "with_workspaces",
 ]  # fmt: skip
+
+
+Overwrites = tuple[tuple[int, int], ...]
+"""``Op.overwrites``."""
+_SHORT = 0.9
+"""From which part of its peak on a plan is short of bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedJoint:
-    """``graph``, and which fx node's tensor each of its storages is. ``seconds``: of each node, by name."""
+    """``graph``, and which fx node's tensor each of its storages is. ``seconds``: of each node, by name. ``may``: by
+    op, what its results could at most be written over, as ``Op.overwrites``, however tensors lie: for bounds."""
 
     graph: Graph
     boundary: int
@@ -59,6 +68,7 @@ class FusedJoint:
     calls: dict[int, Node]
     exists: frozenset[Node]
     late: frozenset[Node]
+    may: dict[int, Overwrites]
 
     def is_late(self, node: Node) -> bool:
         """Whether a node is of the backward pass."""
@@ -148,12 +158,23 @@ def with_workspaces(graph: Graph, calls: Mapping[int, Node], nbytes: Mapping[str
     return graph.with_ops(tuple(ops))
 
 
+def with_overwrites(graph: Graph, may: Mapping[int, Overwrites]) -> Graph:
+    """``graph`` whose ops have these ``overwrites``."""
+    ops = list(graph.ops)
+    for k, overwrites in may.items():
+        ops[k] = replace(ops[k], overwrites=overwrites)
+    return graph.with_ops(tuple(ops))
+
+
 def _runs(step: Step) -> bool:
     return step.kind in ("compute", "recompute")
 
 
 class Fused(Protocol):
-    """A model of fused code: ``exists`` has the nodes whose tensors do."""
+    """A model of fused code: ``exists`` has the nodes whose tensors do, ``nodes`` which one's each storage is."""
+
+    @property
+    def nodes(self) -> Mapping[int, str]: ...
 
     @property
     def graph(self) -> Graph: ...
@@ -173,7 +194,15 @@ class Writing:
     there: dict[Node, Node] = field(default_factory=dict)  # a joint node's tensor, as it is now
     of: dict[Node, Node] = field(default_factory=dict)  # whose copy a tensor is
     made: dict[tuple[Any, ...], Node] = field(default_factory=dict)  # what is fused into its readers
+    ended: dict[Node, int] = field(
+        default_factory=dict
+    )  # bytes that ended of what a tensor was computed from
     segment: int = 0  # grows with every kernel that nothing is fused into
+    at: int = 0  # the step that is written
+
+    @cached_property
+    def line(self) -> Timeline:
+        return replay(self.joint.graph, self.plan.steps)
 
     def run(self) -> torch.fx.Graph:
         joint, graph, steps = self.joint, self.joint.graph, self.plan.steps
@@ -185,7 +214,7 @@ class Writing:
             new.meta = dict(old.meta)
             self.there[self.named[old.name]] = new
         at = next(k for k, s in enumerate(steps) if s.kind == "compute" and s.op == joint.boundary)
-        for step in steps[at + 1 :]:
+        for self.at, step in enumerate(steps[at + 1 :], at + 1):
             if step.kind == "free" and step.form == "full":
                 self.gone(self.named[joint.nodes[s]] for s in step.storages)
             elif step.kind in ("compute", "recompute"):
@@ -211,8 +240,8 @@ class Writing:
             self.segment += 1
 
     def _early(self, ends: Node) -> None:
-        """What is there, was computed from a tensor that ends, and is smaller, is a tensor by now: computed where it
-        is read, it would keep the larger one until then."""
+        """What is there, and was computed from tensors that end and are larger together, is a tensor by now where the
+        plan is short of bytes: computed where it is read, it would keep them until then."""
         stack: list[Node] = list(ends.users)
         seen = set[Node]()
         while stack:
@@ -222,10 +251,27 @@ class Writing:
             seen.add(n)
             if compat_inductor.EXISTS in n.meta:
                 there = self.of[n] in self.there and self.there[self.of[n]] is n
-                if there and _nbytes(n) < _nbytes(ends):
+                self.ended[n] = self.ended.get(n, 0) + _nbytes(ends)
+                if there and self._short_of(n, self.ended[n] - _nbytes(n)):
                     n.meta[compat_inductor.EARLY] = True
             elif is_pointwise(n) or is_view(n):
                 stack.extend(n.users)
+
+    def _short_of(self, n: Node, nbytes: int) -> bool:
+        """Whether so many bytes more would bring the plan near its peak while a tensor is there from now on."""
+        if nbytes <= 0:
+            return False
+        name, steps = self.of[n].name, self.plan.steps
+        ends = (
+            k
+            for k in range(self.at + 1, len(steps))
+            if any(
+                self.joint.nodes.get(s) == name
+                for s in (*steps[k].storages, *(a for a, _ in steps[k].reuses))
+            )
+        )
+        until = next(ends, len(steps) - 1)
+        return max(self.line.during[self.at : until + 1]) + nbytes > _SHORT * self.line.peak
 
     def op(self, node: Node, kept: set[str]) -> None:
         if not is_pointwise(node) and not is_reduction(node):
@@ -302,6 +348,7 @@ class Fusing:
     nodes: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     ops: dict[int, Node] = field(default_factory=dict)
+    may: dict[int, Overwrites] = field(default_factory=dict)  # as `FusedJoint` has it
     overwritten: set[Node] = field(default_factory=set)  # inputs that are others in the backward pass
     masks: set[Node] = field(default_factory=set)  # as `masks_of` has them
     _sent: tuple[int, ...] = ()  # the last collective
@@ -336,6 +383,7 @@ class Fusing:
             self.ops,
             frozenset(self.exists),
             frozenset(self.late),
+            self.may,
         )
 
     def _keep_masks(self, after: set[Node]) -> None:
@@ -453,19 +501,20 @@ class Fusing:
                 overwrites=self._overwrites(n), control=self._sent if number is not None else (),
             )
         )  # fmt: skip
+        self.may[at] = self._overwrites(n, in_order=False)
         if number is not None:  # in the program's order on all ranks, whatever each plans
             self._sent = (at,)
         self.ops[at] = n
 
-    def _overwrites(self, n: Node) -> tuple[tuple[int, int], ...]:
+    def _overwrites(self, n: Node, *, in_order: bool = True) -> Overwrites:
         """``Op.overwrites``: fused code writes a pointwise result over what it reads element by element and nothing
-        needs any more."""
+        needs any more; ``in_order``: where that lies as the result does."""
         if n not in self.value or not is_pointwise(n) or str(n.target) in INDEXED:
             return ()
         made = self.builder.storage_of(self.value[n])
         alike: dict[int, bool] = {}
         seen: set[tuple[Node, bool]] = set()
-        stack = [(a, lies_as(a, n)) for a in n.all_input_nodes]
+        stack = [(a, not in_order or lies_as(a, n)) for a in n.all_input_nodes]
         while stack:
             at = stack.pop()
             if at in seen:
@@ -478,7 +527,8 @@ class Fusing:
                 alike[s] = alike.get(s, True) and same and ours
             elif m not in self.exists or m.target is operator.getitem:
                 same = same and (is_view(m) or is_pointwise(m)) and str(m.target) not in INDEXED
-                stack.extend((a, same and (is_view(m) or lies_as(a, m))) for a in m.all_input_nodes)
+                as_it_is = not in_order or is_view(m)
+                stack.extend((a, same and (as_it_is or lies_as(a, m))) for a in m.all_input_nodes)
         return tuple((s, made) for s, same in alike.items() if same)
 
     def _cost(self, n: Node, reads: dict[int, None], outs: Sequence[int]) -> tuple[int, float]:

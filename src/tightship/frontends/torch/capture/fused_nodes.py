@@ -64,13 +64,20 @@ def like(a: Node, b: Node) -> bool:
 
 def lies_as(a: Node, b: Node) -> bool:
     """Whether the elements of ``a``, if it is of the shape of ``b``, lie in the order of those of ``b``. Where they
-    do not, as of a matrix that is read transposed, code that computes ``b`` from it cannot write over it."""
+    do not, as of a matrix that is read transposed, code that computes ``b`` from it cannot write over it. Images may:
+    whether their channels come last Inductor decides."""
     for x in tensors_of(a):
         for y in tensors_of(b):
             rows = zip(x.shape, x.stride(), y.stride(), strict=False)
-            if x.shape == y.shape and any(n > 1 and s != r for n, s, r in rows):
+            otherwise = x.shape == y.shape and any(n > 1 and s != r for n, s, r in rows)
+            if otherwise and not (_is_image(x) and _is_image(y)):
                 return False
     return True
+
+
+def _is_image(t: torch.Tensor) -> bool:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(t.dim())
+    return last is not None and (t.is_contiguous() or t.is_contiguous(memory_format=last))
 
 
 def bytes_of(t: torch.Tensor) -> int:

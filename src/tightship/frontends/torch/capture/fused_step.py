@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tightship.frontends.torch import compat_compile, compat_inductor
-from tightship.frontends.torch.capture.fused import Fusing, Writing, with_excess
+from tightship.frontends.torch.capture.fused import Fusing, Overwrites, Writing, with_excess
 from tightship.frontends.torch.capture.fused_nodes import (
     is_created,
     is_pointwise,
@@ -33,7 +33,7 @@ __all__ = ["FusedStep", "fuse_step"]
 @dataclass(frozen=True, eq=False)
 class FusedStep:
     """A graph that computes gradients and updates by itself, as a fusing compiler runs it: ``graph``, and the nodes
-    of each of its ops. What writes the same parameter and its state is one op."""
+    of each of its ops. What writes the same parameter and its state is one op. ``may`` as in `FusedJoint`."""
 
     gm: GraphModule
     graph: Graph
@@ -44,6 +44,7 @@ class FusedStep:
     together: dict[Node, list[Node]]
     outputs: int
     late: frozenset[Node]
+    may: dict[int, Overwrites]
 
     def is_late(self, node: Node) -> bool:
         """Whether a node is of the backward pass or of the update."""
@@ -106,7 +107,7 @@ class _FusingStep(Fusing):
         graph = self.builder.graph(dict.fromkeys(wanted), self.name)
         return FusedStep(
             self.gm, graph, self.nodes, self.seconds, self.ops, frozenset(self.exists), self.together,
-            self.outputs, frozenset(self._after_forward()),
+            self.outputs, frozenset(self._after_forward()), self.may,
         )  # fmt: skip
 
     def _after_forward(self) -> set[Node]:
@@ -213,7 +214,7 @@ class _WritingStep:
             new = write.fx.placeholder(old.name)
             new.meta = dict(old.meta)
             write.there[old] = new
-        for s in self.plan.steps:
+        for write.at, s in enumerate(self.plan.steps):
             if s.kind == "free" and s.form == "full":
                 write.gone(named[step.nodes[k]] for k in s.storages)
             elif s.kind in ("compute", "recompute"):
