@@ -240,8 +240,8 @@ class Writing:
             self.segment += 1
 
     def _early(self, ends: Node) -> None:
-        """What is there, and was computed from tensors that end and are larger together, is a tensor by now where the
-        plan is short of bytes: computed where it is read, it would keep them until then."""
+        """What is there, was computed from a tensor that ends, and is smaller, is a tensor by now where the plan is
+        short of bytes: computed where it is read, it would keep the larger one until then."""
         stack: list[Node] = list(ends.users)
         seen = set[Node]()
         while stack:
@@ -251,8 +251,7 @@ class Writing:
             seen.add(n)
             if compat_inductor.EXISTS in n.meta:
                 there = self.of[n] in self.there and self.there[self.of[n]] is n
-                self.ended[n] = self.ended.get(n, 0) + _nbytes(ends)
-                if there and self._short_of(n, self.ended[n] - _nbytes(n)):
+                if there and self._short_of(n, _nbytes(ends) - _nbytes(n)):
                     n.meta[compat_inductor.EARLY] = True
             elif is_pointwise(n) or is_view(n):
                 stack.extend(n.users)
