@@ -1668,7 +1668,7 @@ class Routed(nn.Module):
 @pytest.mark.slow
 def test_masks_that_are_computed_early_and_results_that_are_turned_are_as_the_model_has_them():
     """While Inductor made masks where they were read, which kept what they are made from, and results that are read
-    turned were thought to be written over, this took 12 to 14 candidates, and three times as much recomputation."""
+    turned were thought to be written over, this took 14 candidates."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*[Routed() for _ in range(3)]), torch.randn(256, 64)
     other = copy.deepcopy(model)
@@ -1678,7 +1678,7 @@ def test_masks_that_are_computed_early_and_results_that_are_turned_are_as_the_mo
         torch.testing.assert_close(a, b)
     (graph,) = compiled_plans(call)
     assert graph.last.measured_peak == graph.plan.peak <= graph.plan.budget
-    assert graph.plan.lowered <= 5
+    assert graph.plan.lowered <= 8
 
 
 class Kink(torch.autograd.Function):
