@@ -138,6 +138,15 @@ def test_a_module_of_torch_s_in_which_the_graph_breaks_says_why():
     assert compiled_plans(call)
 
 
+def test_what_runs_in_eager_is_said_of_each_model_that_has_the_same_options():
+    options, x = {**SHORT}, torch.randn(8, 16)
+    first, second = torch.compile(Recurrent(), backend="tightship", options=options), deep(dropout=0.0)
+    second.compile(backend="tightship", options=options)
+    for call, name in ((first, "Recurrent|forward"), (second, "Sequential")):
+        with pytest.warns(Fallback, match=f"({name}).* runs in eager"):
+            call(x)
+
+
 def test_a_module_of_torch_s_that_compiles_itself_says_which_call_compiles_all_of_it():
     model = deep(dropout=0.0)
     model.compile(backend="tightship", options=SHORT)

@@ -124,7 +124,8 @@ Skipped = Callable[[Any, dict[str, Any] | None, str, str, bool], object]
 def watch_frames(backend: Any, skipped: Skipped) -> None:
     """Calls ``skipped(session, options, what, why, first)`` when Dynamo gives up a frame that was to be compiled with
     ``backend`` and runs it as it is, before it does, and for each of torch's modules that is then called by itself
-    (``first`` is False). What it returns is the next call's ``session``, and lives as long as the compiled code.
+    (``first`` is False, unless it is the first that is known of what was to be compiled). What it returns is the next
+    call's ``session``, and lives as long as the compiled code.
 
     Dynamo asks no backend then, has no hook for it, and passes over that code from then on, in other models too: here
     only in this one.
@@ -140,11 +141,14 @@ def watch_frames(backend: Any, skipped: Skipped) -> None:
         if frame.f_code in given_up:
             return given_up[frame.f_code]
         before, broken = _utils.get_compilation_metrics()[-1:], _utils.counters["graph_break"].copy()
+        graphs = _utils.counters["stats"]["unique_graphs"]
         # Each size is compiled anew in any case.
         with _dynamo_config.patch(automatic_dynamic_shapes=False), _scripts_left_out():
             found = original(self, frame, cache_entry, state)
         last = _utils.get_compilation_metrics()[-1:]
         why = last[0].fail_reason if last and last != before else None
+        if _utils.counters["stats"]["unique_graphs"] > graphs:
+            self._tightship_graphs = True
         for reason in _utils.counters["graph_break"] - broken:
             self._tightship_broken = reason
         module = _module_passed_over(frame, found)
@@ -153,7 +157,8 @@ def watch_frames(backend: Any, skipped: Skipped) -> None:
             broke = getattr(self, "_tightship_broken", None)
             why = _first_line(why or (_LEFT if broke is None else _BROKEN.format(_first_line(broke))))
             known = getattr(self, "_tightship_session", None)
-            self._tightship_session = skipped(known, kwargs.get("options"), what, why, not module)
+            alone = known is None and not getattr(self, "_tightship_graphs", False)
+            self._tightship_session = skipped(known, kwargs.get("options"), what, why, not module or alone)
             found.apply_to_code = False
             given_up[frame.f_code] = found
         return found
