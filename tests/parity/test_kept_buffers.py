@@ -14,21 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightship
 from support.harness import Loop, adam, identical, pairs, refused
+from support.models import Stateful
 from tightship.execute import replaced, train_variants
 from tightship.execute.interpreter import Fallback
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.LSTMCell(4, 8), nn.Linear(8, 3)
-        self.register_buffer("h", torch.zeros(6, 8))
-        self.register_buffer("c", torch.zeros(6, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, c = self.cell(x, (self.h, self.c))
-        self.h, self.c = h.detach(), c.detach()
-        return self.head(h)
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -37,7 +25,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def logged(keep: Any, model: nn.Module | None = None) -> Loop:
     """The step's code keeps ``keep(model)`` of what was there."""
-    model, log = model or Recurrent(), []
+    model, log = model or Stateful(), []
 
     def loss(net, batch):
         log.append(keep(net))
@@ -80,7 +68,7 @@ def test_a_view_now_and_then():
 
 @identical(plans=1, verify_every=2)
 def test_a_buffer_that_is_handed_back_as_it_was():
-    model, held = Recurrent(), []
+    model, held = Stateful(), []
 
     def loss(net, batch):
         before = net.h
@@ -107,7 +95,7 @@ def test_an_array_of_a_buffer():
 
 
 def _outside(kept: Any) -> Loop:
-    model, log = Recurrent(), []
+    model, log = Stateful(), []
     return Loop(
         model,
         cross_entropy,
@@ -123,7 +111,7 @@ def _outside(kept: Any) -> Loop:
 
 def _after(do: Any, keep: Any = lambda net: net.h) -> Loop:
     """``keep(model)`` is kept when the code has replaced it; ``do(model)`` follows each second step."""
-    model, log = Recurrent(), []
+    model, log = Stateful(), []
 
     def loss(net, batch):
         out = cross_entropy(net, batch)
@@ -154,7 +142,7 @@ def test_a_part_of_what_is_kept_is_written():
 
 @identical(plans=1)
 def test_what_is_kept_is_read_by_the_next_step():
-    model, log = Recurrent(), []
+    model, log = Stateful(), []
 
     def loss(net, batch):
         past = sum((t.mean() for t in log[-2:]), torch.zeros(()))
@@ -372,7 +360,7 @@ def test_a_tensor_outside_of_the_model():
 
 def _trained(mode: str, keep: Any, **options: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = Recurrent()
+    model = Stateful()
     optimizer, log = adam(model), []
 
     def loss(net, batch):
@@ -417,7 +405,7 @@ def test_nothing_is_copied_that_nobody_holds(monkeypatch, measurements):
 def test_what_nobody_holds_any_more_is_gone(measurements):
     """The steps keep nothing of the buffers that were there."""
     torch.manual_seed(0)
-    model = Recurrent()
+    model = Stateful()
     step = tightship.fit(model, cross_entropy, adam(model), pairs(0), cache=measurements, seconds_per_op=0.0)
     first = torch.empty(0).set_(model.h)
     step(pairs(0))
@@ -434,7 +422,7 @@ def test_an_eager_step_that_replaces_buffers_is_not_tried_again(monkeypatch, mea
     asked = []
     monkeypatch.setattr(train_variants, "run_code", _counted(asked))
     torch.manual_seed(0)
-    model = Recurrent()
+    model = Stateful()
 
     def loss(net, batch):
         found = cross_entropy(net, batch)
@@ -470,7 +458,7 @@ def test_steps_in_eager_between_planned_ones():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    model = Recurrent()
+    model = Stateful()
     around = lambda k: Mode() if k % 3 == 1 else contextlib.nullcontext()  # noqa: E731
     return Loop(model, cross_entropy, adam(model), around=around, steps=6)
 

@@ -8,22 +8,8 @@ from torch import nn
 
 import tightship
 from support.harness import Loop, adam, identical, pairs, refused
+from support.models import Stateful
 from tightship.execute.interpreter import Fallback
-
-
-class Recurrent(nn.Module):
-    """Its state goes from batch to batch, without gradients; what it was is saved for the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.LSTMCell(4, 8), nn.Linear(8, 3)
-        self.register_buffer("h", torch.zeros(6, 8))
-        self.register_buffer("c", torch.zeros(6, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, c = self.cell(x, (self.h, self.c))
-        self.h, self.c = h.detach(), c.detach()
-        return self.head(h)
 
 
 class Replacing(nn.Module):
@@ -51,12 +37,12 @@ def trained(model: nn.Module, **options) -> Loop:
 
 @identical(plans=1)
 def test_a_recurrent_state():
-    return trained(Recurrent())
+    return trained(Stateful())
 
 
 @identical(plans=1, verify_every=2)
 def test_a_recurrent_state_verified():
-    return trained(Recurrent())
+    return trained(Stateful())
 
 
 @identical(plans=1, verify_every=2)
@@ -110,7 +96,7 @@ def test_a_buffer_that_becomes_a_parameter():
 
 @identical(plans=1)
 def test_a_buffer_that_is_handed_back_and_replaced():
-    model = Recurrent()
+    model = Stateful()
 
     def loss(net, batch):
         before = net.h

@@ -387,3 +387,19 @@ def t5():
         d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=64, decoder_start_token_id=0
     )
     return t.T5ForConditionalGeneration(config), None, seq2seq_batch
+
+
+class Stateful(nn.Module):
+    """A net that replaces its state, in buffers: it goes from batch to batch without gradients, and what
+    it was is saved for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(4, 8), nn.Linear(8, 3)
+        self.register_buffer("h", torch.zeros(6, 8))
+        self.register_buffer("c", torch.zeros(6, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, c = self.cell(x, (self.h, self.c))
+        self.h, self.c = h.detach(), c.detach()
+        return self.head(h)

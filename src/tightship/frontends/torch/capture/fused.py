@@ -13,12 +13,11 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
 
-from tightship.cached import cached_property
 from tightship.errors import Unsupported
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.torch import compat_compile, compat_inductor, compat_ops
@@ -36,23 +35,22 @@ from tightship.frontends.torch.capture.fused_nodes import (
     place_of,
     tensors_of,
 )  # fmt: skip
+from tightship.frontends.torch.capture.fused_writing import Writing
 from tightship.frontends.torch.compat_inductor import is_view
 from tightship.frontends.torch.compiled_collectives import is_collective, is_gather, number_of
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.plan import Plan, Step
-from tightship.simulate import Timeline, replay
+from tightship.simulate import replay
 
 __all__ = [
-    "FusedJoint", "Fusing", "Overwrites", "Writing", "between_blocks", "fuse", "with_excess", "with_overwrites",
+    "FusedJoint", "Fusing", "Overwrites", "between_blocks", "fuse", "with_excess", "with_overwrites",
     "with_workspaces",
 ]  # fmt: skip
 
 
 Overwrites = tuple[tuple[int, int], ...]
 """``Op.overwrites``."""
-_SHORT = 0.9
-"""From which part of its peak on a plan is short of bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +93,7 @@ class FusedJoint:
         of an op's nodes for each time that it runs. Raises ``Unsupported`` where the plan computes in the backward
         pass what draws random numbers or must happen once."""
         compat_inductor.realize_as_is(pair.forward, {n.name for n in self.exists if lies_otherwise(n)})
-        return compat_inductor.with_backward(pair, Writing(self, plan, pair).run())
+        return compat_inductor.with_backward(pair, _WritingJoint(self, plan, pair).run())
 
     def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph:
         """``graph``, which is this model's, with the bytes that its ops were short of as their workspace: what the
@@ -170,159 +168,38 @@ def _runs(step: Step) -> bool:
     return step.kind in ("compute", "recompute")
 
 
-class Fused(Protocol):
-    """A model of fused code: ``exists`` has the nodes whose tensors do, ``nodes`` which one's each storage is."""
+class _WritingJoint:
+    """Writes the backward pass of a plan, for the forward pass of ``pair``."""
 
-    @property
-    def nodes(self) -> Mapping[int, str]: ...
-
-    @property
-    def graph(self) -> Graph: ...
-
-    @property
-    def exists(self) -> frozenset[Node]: ...
-
-
-@dataclass
-class Writing:
-    """Writes a plan's backward pass as an fx graph."""
-
-    joint: Fused
-    plan: Plan
-    pair: compat_inductor.Pair | None
-    fx: torch.fx.Graph = field(default_factory=torch.fx.Graph)
-    there: dict[Node, Node] = field(default_factory=dict)  # a joint node's tensor, as it is now
-    of: dict[Node, Node] = field(default_factory=dict)  # whose copy a tensor is
-    made: dict[tuple[Any, ...], Node] = field(default_factory=dict)  # what is fused into its readers
-    ended: dict[Node, int] = field(
-        default_factory=dict
-    )  # bytes that ended of what a tensor was computed from
-    segment: int = 0  # grows with every kernel that nothing is fused into
-    at: int = 0  # the step that is written
-
-    @cached_property
-    def line(self) -> Timeline:
-        return replay(self.joint.graph, self.plan.steps)
+    def __init__(self, joint: FusedJoint, plan: Plan, pair: compat_inductor.Pair) -> None:
+        self.joint, self.plan, self.pair = joint, plan, pair
+        self.write = Writing(joint, plan)
 
     def run(self) -> torch.fx.Graph:
-        joint, graph, steps = self.joint, self.joint.graph, self.plan.steps
-        assert isinstance(joint, FusedJoint) and self.pair is not None
+        joint, write, graph, steps = self.joint, self.write, self.joint.graph, self.plan.steps
         (call, *_) = joint.calls.values()
-        self.named = {n.name: n for n in call.graph.nodes}
+        named = {n.name: n for n in call.graph.nodes}
         for old in [n for n in self.pair.backward.graph.nodes if n.op == "placeholder"]:
-            new = self.fx.placeholder(old.name)
+            new = write.fx.placeholder(old.name)
             new.meta = dict(old.meta)
-            self.there[self.named[old.name]] = new
+            write.there[named[old.name]] = new
         at = next(k for k, s in enumerate(steps) if s.kind == "compute" and s.op == joint.boundary)
-        for self.at, step in enumerate(steps[at + 1 :], at + 1):
+        for write.at, step in enumerate(steps[at + 1 :], at + 1):
             if step.kind == "free" and step.form == "full":
-                self.gone(self.named[joint.nodes[s]] for s in step.storages)
+                write.gone(named[joint.nodes[s]] for s in step.storages)
             elif step.kind in ("compute", "recompute"):
                 op = graph.ops[step.op]
                 if step.kind == "recompute" and not op.pure:
                     raise Unsupported(f"computing {op.name} in the backward pass", "it must happen once")
                 kept = graph.uses.defines[step.op] if step.kind == "compute" else step.storages
-                self.op(joint.calls[step.op], {joint.nodes[s] for s in kept})
-                self.gone(self.named[joint.nodes[s]] for s, _ in step.reuses)
+                write.op(joint.calls[step.op], {joint.nodes[s] for s in kept})
+                write.gone(named[joint.nodes[s]] for s, _ in step.reuses)
         (old,) = self.pair.backward.graph.find_nodes(op="output")
         (results,) = call.graph.find_nodes(op="output")
         given = torch.utils._pytree.tree_leaves(results.args[0])[self.pair.outputs :]
-        out = self.fx.output(tuple(self.read(x) if isinstance(x, Node) else x for x in given))
+        out = write.fx.output(tuple(write.read(x) if isinstance(x, Node) else x for x in given))
         out.meta = dict(old.meta)
-        return self.fx
-
-    def gone(self, nodes: Iterable[Node]) -> None:
-        """The nodes' tensors are there no more: what comes after them is not computed before."""
-        for node in nodes:
-            old = self.there.pop(node, None)
-            if old is not None:
-                self._early(old)
-            self.segment += 1
-
-    def _early(self, ends: Node) -> None:
-        """What is there, was computed from a tensor that ends, and is smaller, is a tensor by now where the plan is
-        short of bytes: computed where it is read, it would keep the larger one until then."""
-        stack: list[Node] = list(ends.users)
-        seen = set[Node]()
-        while stack:
-            n = stack.pop()
-            if n in seen:
-                continue
-            seen.add(n)
-            if compat_inductor.EXISTS in n.meta:
-                there = self.of[n] in self.there and self.there[self.of[n]] is n
-                if there and self._short_of(n, _nbytes(ends) - _nbytes(n)):
-                    n.meta[compat_inductor.EARLY] = True
-            elif is_pointwise(n) or is_view(n):
-                stack.extend(n.users)
-
-    def _short_of(self, n: Node, nbytes: int) -> bool:
-        """Whether so many bytes more would bring the plan near its peak while a tensor is there from now on."""
-        if nbytes <= 0:
-            return False
-        name, steps = self.of[n].name, self.plan.steps
-        ends = (
-            k
-            for k in range(self.at + 1, len(steps))
-            if any(
-                self.joint.nodes.get(s) == name
-                for s in (*steps[k].storages, *(a for a, _ in steps[k].reuses))
-            )
-        )
-        until = next(ends, len(steps) - 1)
-        return max(self.line.during[self.at : until + 1]) + nbytes > _SHORT * self.line.peak
-
-    def op(self, node: Node, kept: set[str]) -> None:
-        if not is_pointwise(node) and not is_reduction(node):
-            self.segment += 1
-        new = self.copied(node)
-        parts = [u for u in node.users if u.target is operator.getitem]
-        for part in parts or [node]:
-            if part.name in kept or not parts:
-                self.there[part] = self.copied(part, {node: new}) if part is not node else new
-
-    def copied(self, node: Node, given: dict[Node, Node] | None = None) -> Node:
-        resolve = self.read if given is None else lambda a: given.get(a) or self.read(a)
-        new = self.fx.node_copy(node, resolve)
-        new.meta = {**node.meta, compat_inductor.ORIGIN: node.name, compat_inductor.SEGMENT: self.segment}
-        if node in self.joint.exists and lies_otherwise(node):
-            new.meta[compat_inductor.AS_IT_IS] = True
-        if node in self.joint.exists and is_pointwise(node):
-            new.meta[compat_inductor.EXISTS] = True
-            self.of[new] = node
-        return new
-
-    def read(self, node: Node) -> Node:
-        """The node's tensor where it is read: one that is there, or computed there from such. Each node on the way is
-        looked at once, without recursion: what is fused may be long, and much of it read several times."""
-        at: dict[Node, Node] = {}
-        stack = [node]
-        while stack:
-            n = stack[-1]
-            if n in self.there:
-                at[n] = self.there[n]
-            elif n not in at:
-                self._can_compute(n)
-                missing = [a for a in n.all_input_nodes if a not in at]
-                if missing:
-                    stack.extend(reversed(missing))
-                    continue
-                key = (self.segment, n, *(at[a] for a in n.all_input_nodes))
-                if key not in self.made:
-                    self.made[key] = self.copied(n, at)
-                at[n] = self.made[key]
-            stack.pop()
-        return at[node]
-
-    def _can_compute(self, node: Node) -> None:
-        if node.op == "placeholder":
-            raise Unsupported(f"reading {node.name} in the backward pass", "it is not saved")
-        if node in self.joint.exists and node.target is not operator.getitem:
-            raise Unsupported(f"reading {node.name} in the backward pass", "the plan has it nowhere then")
-
-
-def _nbytes(node: Node) -> int:
-    return sum(bytes_of(t) for t in tensors_of(node))
+        return write.fx
 
 
 def fuse(

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tightship.frontends.torch import compat_compile, compat_inductor
-from tightship.frontends.torch.capture.fused import Fusing, Overwrites, Writing, with_excess
+from tightship.frontends.torch.capture.fused import Fusing, Overwrites, with_excess
 from tightship.frontends.torch.capture.fused_nodes import (
     is_created,
     is_pointwise,
@@ -22,6 +22,7 @@ from tightship.frontends.torch.capture.fused_nodes import (
     place_of,
     tensors_of,
 )
+from tightship.frontends.torch.capture.fused_writing import Writing
 from tightship.frontends.torch.compat_inductor import is_view
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
@@ -205,7 +206,7 @@ class _WritingStep:
 
     def __init__(self, step: FusedStep, plan: Plan) -> None:
         self.step, self.plan = step, plan
-        self.write = Writing(step, plan, None)
+        self.write = Writing(step, plan)
 
     def run(self) -> torch.fx.Graph:
         step, write, graph = self.step, self.write, self.step.graph
