@@ -141,7 +141,11 @@ _LEANED_ON: Final = {
     "torch._inductor.lowering": ("register_lowering",),
     "torch._inductor.pattern_matcher": ("compute_mutation_region_ids",),
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
-    "torch._inductor.codecache": ("PyCodeCache.load_by_key_path",),
+    "torch._inductor.async_compile": ("AsyncCompile.cpp_pybinding", "AsyncCompile.wait", "get_compile_threads"),
+    "torch._inductor.codecache": (
+        "PyCodeCache.load_by_key_path", "CppPythonBindingsCodeCache.suffix_template",
+        "CppPythonBindingsCodeCache.entry_function",
+    ),
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal", "InductorChoices.can_fuse_vertical"),
     "torch._inductor.codegen.cpp": (
         "CppKernelProxy.codegen_functions", "CppScheduling.codegen_node", "CppScheduling.kernel_proxy_cls",

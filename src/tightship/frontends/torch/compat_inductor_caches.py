@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from tightship.errors import TightshipError
 from tightship.frontends.torch.compat_inductor_lines import EARLY, EXISTS, LEAN, SEGMENT, Lowered
 from tightship.frontends.torch.compat_inductor_partitions import origin
+from tightship.frontends.torch.compat_inductor_units import several_kernels_a_unit
 
 __all__ = ["Code", "Outdated", "caches", "forget_strides", "kept_lines", "named", "partitioner"]
 
@@ -69,7 +70,14 @@ def caches(partitioner: Any, code: Code | None, **aot: Any) -> Iterator[list[Any
     if code is None or not code.joint:
         aot["enable_autograd_cache"] = False
     forget_strides()
-    with config.patch(own), aot_config.patch(aot), _compiled_graphs() as loaded, _errors_unwrapped():
+    settings = config.patch(own), aot_config.patch(aot)
+    with (
+        settings[0],
+        settings[1],
+        several_kernels_a_unit(),
+        _compiled_graphs() as loaded,
+        _errors_unwrapped(),
+    ):
         yield loaded
 
 

@@ -1,0 +1,153 @@
+"""The C++ kernels of a pass, several in one translation unit.
+
+A part of ``compat``, under the same rule as `compat_inductor`: private interfaces of one version.
+
+Inductor builds each kernel by itself. Of the second of the processor that it takes, nine tenths go into reading
+headers and linking: a kernel more in the same translation unit takes a tenth of that. The functions are compiled with
+the same flags, each from its own text, so that they compute the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+__all__ = ["several_kernels_a_unit"]
+
+FEWEST, MOST = 4, 32
+"""Kernels of a translation unit: fewer are not worth it, and the compiler takes memory for each."""
+
+_INCLUDE: Final = re.compile(r"\s*#include [^\n]*\n")
+_KERNEL: Final = re.compile(r'\s*extern "C"\s+void\s+kernel(?=\()')
+
+_CALL = """
+static PyObject* kernel_{k}_py(PyObject*, PyObject* args) {{
+    try {{
+        if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != {count}) [[unlikely]]
+            throw std::runtime_error("a tuple of {count} args required");
+        kernel_{k}({args});
+        Py_RETURN_NONE;
+    }} catch (std::exception const& e) {{
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+    }} catch (...) {{
+        PyErr_SetString(PyExc_RuntimeError, "unhandled error");
+    }}
+    return nullptr;
+}}
+static PyMethodDef kernel_{k}_def = {{"kernel_{k}", kernel_{k}_py, METH_VARARGS, ""}};
+"""
+
+_ALL = """
+static PyObject* all_kernels() {{
+    PyObject* found = PyTuple_New({count});
+    if (!found) return nullptr;
+    PyMethodDef* defs[] = {{{defs}}};
+    for (Py_ssize_t k = 0; k < {count}; ++k) {{
+        PyObject* one = PyCFunction_New(defs[k], nullptr);
+        if (!one) {{
+            Py_DECREF(found);
+            return nullptr;
+        }}
+        PyTuple_SET_ITEM(found, k, one);
+    }}
+    return found;
+}}
+"""
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel that is not built yet: the C++ types of what it takes, and its text."""
+
+    types: tuple[str, ...]
+    includes: tuple[str, ...]
+    function: str  # from its parameters on
+
+    @classmethod
+    def of(cls, types: Sequence[str], text: str) -> _Kernel | None:
+        """None of a text that is more than one function by that name, behind lines that include headers."""
+        includes, at = [], 0
+        while found := _INCLUDE.match(text, at):
+            includes.append(found[0].strip())
+            at = found.end()
+        head = _KERNEL.match(text, at)
+        if head is None or re.search(r"\bkernel\b", text[head.end() :]) or not _one_body(text[head.end() :]):
+            return None
+        return cls(tuple(types), tuple(includes), text[head.end() :])
+
+
+def _one_body(text: str) -> bool:
+    """Whether nothing follows the first block of a function."""
+    depth = 0
+    for found in re.finditer(r"[{}]", text):
+        depth += 1 if found[0] == "{" else -1
+        if depth <= 0:
+            return depth == 0 and not text[found.end() :].strip()
+    return False
+
+
+def _unit(kernels: Sequence[_Kernel]) -> str:
+    """C++ of a module whose function ``kernel`` gives a tuple of all kernels, in their order."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    includes = dict.fromkeys(line for kernel in kernels for line in kernel.includes)
+    texts = [*includes, *(f'extern "C" void kernel_{k}{kernel.function}' for k, kernel in enumerate(kernels))]
+    calls = []
+    for k, kernel in enumerate(kernels):
+        types = [name.replace("const ", "") for name in kernel.types]
+        args = ", ".join(f"parse_arg<{name}>(args, {n})" for n, name in enumerate(types))
+        calls.append(_CALL.format(k=k, count=len(types), args=args))
+    defs = ", ".join(f"&kernel_{k}_def" for k in range(len(kernels)))
+    calls.append(_ALL.format(count=len(kernels), defs=defs))
+    bindings = Cache.suffix_template.format(
+        arg_len=0, call_entry_func="return all_kernels();", entry_func=Cache.entry_function,
+        extra_parse_arg="".join(calls),
+    )  # fmt: skip
+    return "\n".join((*texts, bindings))
+
+
+@contextmanager
+def several_kernels_a_unit() -> Iterator[None]:
+    """Inside, what Inductor has written is built with several kernels in one translation unit, a few for each of its
+    compiling processes."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    waiting: WeakKeyDictionary[Any, dict[_Kernel, None]] = WeakKeyDictionary()
+    one, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+
+    def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
+        kernel = _Kernel.of(argtypes, source_code)
+        if kernel is None:
+            return one(self, argtypes, source_code)
+        waiting.setdefault(self, {})[kernel] = None
+        return kernel
+
+    def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
+        built = _built(tuple(waiting.pop(self, ())), self.submit)
+        scope.update({name: built[x]() for name, x in scope.items() if isinstance(x, _Kernel)})
+        wait(self, scope)
+
+    AsyncCompile.cpp_pybinding, AsyncCompile.wait = cpp_pybinding, wait_for_all
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding, AsyncCompile.wait = one, wait
+
+
+def _built(kernels: Sequence[_Kernel], submit: Any) -> Mapping[_Kernel, Callable[[], Any]]:
+    """How each kernel is had, once the compilers are under way."""
+    from torch._inductor.async_compile import get_compile_threads
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    threads = get_compile_threads()
+    size = min(MOST, max(FEWEST, -(-len(kernels) // threads)))
+    found: dict[_Kernel, Callable[[], Any]] = {}
+    for unit in (kernels[k : k + size] for k in range(0, len(kernels), size)):
+        load = Cache.load_async(_unit(unit), submit_fn=submit if threads > 1 else None)
+        for k, kernel in enumerate(unit):
+            found[kernel] = lambda load=load, k=k: load().kernel()[k]
+    return found
