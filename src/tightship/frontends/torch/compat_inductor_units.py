@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -149,5 +150,9 @@ def _built(kernels: Sequence[_Kernel], submit: Any) -> Mapping[_Kernel, Callable
     for unit in (kernels[k : k + size] for k in range(0, len(kernels), size)):
         load = Cache.load_async(_unit(unit), submit_fn=submit if threads > 1 else None)
         for k, kernel in enumerate(unit):
-            found[kernel] = lambda load=load, k=k: load().kernel()[k]
+            found[kernel] = partial(_loaded, load, k)
     return found
+
+
+def _loaded(load: Callable[[], Any], k: int) -> Any:
+    return load().kernel()[k]
