@@ -143,8 +143,8 @@ _LEANED_ON: Final = {
     "torch._inductor.output_code": ("CompiledFxGraph.post_compile",),
     "torch._inductor.async_compile": ("AsyncCompile.cpp_pybinding", "AsyncCompile.wait", "get_compile_threads"),
     "torch._inductor.codecache": (
-        "PyCodeCache.load_by_key_path", "CppPythonBindingsCodeCache.suffix_template",
-        "CppPythonBindingsCodeCache.entry_function",
+        "PyCodeCache.load_by_key_path", "CppPythonBindingsCodeCache.load_pybinding_async",
+        "CppPythonBindingsCodeCache.extra_parse_arg", "CppPythonBindingsCodeCache.call_entry_function",
     ),
     "torch._inductor.choices": ("InductorChoices.can_fuse_horizontal", "InductorChoices.can_fuse_vertical"),
     "torch._inductor.codegen.cpp": (

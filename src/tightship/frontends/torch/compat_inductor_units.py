@@ -91,24 +91,34 @@ def _one_body(text: str) -> bool:
     return False
 
 
-def _unit(kernels: Sequence[_Kernel]) -> str:
-    """C++ of a module whose function ``kernel`` gives a tuple of all kernels, in their order."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
-
+def _functions(kernels: Sequence[_Kernel]) -> str:
+    """C++ of all kernels, each by a name of its own."""
     includes = dict.fromkeys(line for kernel in kernels for line in kernel.includes)
-    texts = [*includes, *(f'extern "C" void kernel_{k}{kernel.function}' for k, kernel in enumerate(kernels))]
+    texts = (f'extern "C" void kernel_{k}{kernel.function}' for k, kernel in enumerate(kernels))
+    return "\n".join((*includes, *texts))
+
+
+def _calls(kernels: Sequence[_Kernel]) -> str:
+    """C++ that Python calls them by."""
     calls = []
     for k, kernel in enumerate(kernels):
         types = [name.replace("const ", "") for name in kernel.types]
         args = ", ".join(f"parse_arg<{name}>(args, {n})" for n, name in enumerate(types))
         calls.append(_CALL.format(k=k, count=len(types), args=args))
     defs = ", ".join(f"&kernel_{k}_def" for k in range(len(kernels)))
-    calls.append(_ALL.format(count=len(kernels), defs=defs))
-    bindings = Cache.suffix_template.format(
-        arg_len=0, call_entry_func="return all_kernels();", entry_func=Cache.entry_function,
-        extra_parse_arg="".join(calls),
-    )  # fmt: skip
-    return "\n".join((*texts, bindings))
+    return "".join((*calls, _ALL.format(count=len(kernels), defs=defs)))
+
+
+def _unit(kernels: Sequence[_Kernel], submit: Any) -> Callable[[], Callable[[], tuple[Any, ...]]]:
+    """A module's one function, which gives all kernels, in their order, once its compiler is through."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    class Unit(CppPythonBindingsCodeCache):  # type: ignore[misc]
+        call_entry_function = "return all_kernels();"
+        extra_parse_arg = _calls(kernels).replace("{", "{{").replace("}", "}}")  # a template
+
+    made: Callable[[], Any] = Unit.load_pybinding_async([], _functions(kernels), submit_fn=submit)
+    return made
 
 
 @contextmanager
@@ -142,17 +152,16 @@ def several_kernels_a_unit() -> Iterator[None]:
 def _built(kernels: Sequence[_Kernel], submit: Any) -> Mapping[_Kernel, Callable[[], Any]]:
     """How each kernel is had, once the compilers are under way."""
     from torch._inductor.async_compile import get_compile_threads
-    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
     threads = get_compile_threads()
     size = min(MOST, max(FEWEST, -(-len(kernels) // threads)))
     found: dict[_Kernel, Callable[[], Any]] = {}
     for unit in (kernels[k : k + size] for k in range(0, len(kernels), size)):
-        load = Cache.load_async(_unit(unit), submit_fn=submit if threads > 1 else None)
+        load = _unit(unit, submit if threads > 1 else None)
         for k, kernel in enumerate(unit):
             found[kernel] = partial(_loaded, load, k)
     return found
 
 
-def _loaded(load: Callable[[], Any], k: int) -> Any:
-    return load().kernel()[k]
+def _loaded(load: Callable[[], Callable[[], tuple[Any, ...]]], k: int) -> Any:
+    return load()()[k]
