@@ -1,5 +1,7 @@
 """Compiled mode: C++ kernels are built several in one translation unit, and compute what each by itself does."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +112,21 @@ def test_equal_kernels_are_built_once(built):
     for call in calls:
         call(numbers(16, 24))
     assert len(built) == 1
+
+
+def test_what_another_thread_compiles_meanwhile_is_as_inductor_builds_it(built):
+    text = PLAIN.replace("x[0] = 1", "x[0] = 41")
+
+    def build():
+        with torch._inductor.config.patch(compile_threads=1):
+            AsyncCompile().cpp_pybinding(["float*"], text)(x)
+
+    x = torch.zeros(1)
+    with units.several_kernels_a_unit():
+        other = threading.Thread(target=build)
+        other.start()
+        other.join()
+    assert built == [1] and x.item() == 41
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ the same flags, each from its own text, so that they compute the same.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,14 +125,15 @@ def _unit(kernels: Sequence[_Kernel], submit: Any) -> Callable[[], Callable[[], 
 @contextmanager
 def several_kernels_a_unit() -> Iterator[None]:
     """Inside, what Inductor has written is built with several kernels in one translation unit, a few for each of its
-    compiling processes."""
+    compiling processes; what other threads compile meanwhile is not changed."""
     from torch._inductor.async_compile import AsyncCompile
 
+    here = threading.get_ident()
     waiting: WeakKeyDictionary[Any, dict[_Kernel, None]] = WeakKeyDictionary()
     one, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
-        kernel = _Kernel.of(argtypes, source_code)
+        kernel = _Kernel.of(argtypes, source_code) if threading.get_ident() == here else None
         if kernel is None:
             return one(self, argtypes, source_code)
         waiting.setdefault(self, {})[kernel] = None
