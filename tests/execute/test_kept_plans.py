@@ -17,7 +17,7 @@ from tightship.execute import cache as cache_module
 from tightship.execute.cache import Cache, KeptLooks, KeptPlans, Measurement, folder_of, write_kept
 from tightship.execute.fit import fit
 from tightship.execute.profile import profile
-from tightship.frontends.torch.capture import recorder
+from tightship.frontends.torch.capture import looks
 from tightship.frontends.torch.capture.step import capture_step
 from tightship.planners import default
 
@@ -171,7 +171,7 @@ def test_the_second_fit_reads_measurements_and_plan(tmp_path, searches) -> None:
 def asked(monkeypatch):
     """Ops whose results a formula or a run on zeros was asked for; no process has captured anything before."""
     seen = []
-    correct, made_up = recorder.Prober.correct, recorder.Prober.made_up
+    correct, made_up = looks.Prober.correct, looks.Prober.made_up
 
     def corrected(self, fn, args, kwargs, out):
         seen.append(str(fn))
@@ -181,15 +181,15 @@ def asked(monkeypatch):
         seen.append(str(fn))
         return made_up(self, fn, args, kwargs)
 
-    monkeypatch.setattr(recorder.Prober, "correct", corrected)
-    monkeypatch.setattr(recorder.Prober, "made_up", made)
-    monkeypatch.setattr(recorder.LOOKS, "known", {})
+    monkeypatch.setattr(looks.Prober, "correct", corrected)
+    monkeypatch.setattr(looks.Prober, "made_up", made)
+    monkeypatch.setattr(looks.LOOKS, "known", {})
     return seen
 
 
 def captured_anew(name, folder):
     """What a process of its own would capture that finds this folder."""
-    recorder.LOOKS.known.clear()
+    looks.LOOKS.known.clear()
     kept = KeptLooks(folder)
     model, loss, batch = MODELS[name]()
     program = capture_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch(0))
@@ -224,7 +224,7 @@ def test_looks_that_cannot_be_read_are_found_out_again(tmp_path, asked, how) -> 
 
 
 def test_numbers_that_are_equal_and_of_other_types_are_other_calls() -> None:
-    prober = recorder.Prober(None)
+    prober = looks.Prober(None)
     add = torch.ops.aten.add.Tensor
     names = {prober._name((add, kind, x)) for kind, x in ((int, 1), (float, 1.0), (bool, True))}
     assert len(names) == 3 and "" not in names
@@ -240,7 +240,7 @@ def test_fit_keeps_and_reads_them(tmp_path, asked) -> None:
 
     first = step()
     once = len(asked)
-    recorder.LOOKS.known.clear()
+    looks.LOOKS.known.clear()
     assert torch.equal(step(), first) and len(asked) - once < once / 3
     assert len(list(tmp_path.glob("looks-*.json"))) == 1
 

@@ -35,7 +35,7 @@ from tightship.files import (
     to_json,
     write_file,
 )
-from tightship.frontends.torch.capture.recorder import LOOKS, Look, Looks
+from tightship.frontends.torch.capture.looks import LOOKS, Look, Looks
 from tightship.graph import MOST_BYTES, Graph
 from tightship.options import filled
 from tightship.plan import Plan

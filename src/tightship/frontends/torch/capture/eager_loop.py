@@ -33,7 +33,8 @@ from tightship.frontends.torch import (
     compat_optimizers,
     compat_packed,
 )
-from tightship.frontends.torch.capture.recorder import Recorder, is_strided
+from tightship.frontends.torch.capture.looks import is_strided
+from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.sparse import LoopSparse, parts_of
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import Capture

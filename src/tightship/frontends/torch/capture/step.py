@@ -20,8 +20,9 @@ from tightship.frontends.torch.capture.checks import (
     shared_buffer,
     shared_storages,
 )
+from tightship.frontends.torch.capture.looks import is_strided, is_whole
 from tightship.frontends.torch.capture.lower import finish
-from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_whole
+from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.replaced_data import ReplacedData
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
 from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker, check_plain
