@@ -4,7 +4,8 @@ A file is a FlatBuffer. Every offset is checked before it is followed, and what 
 bounded, since many of them may point to the same bytes. A tensor's size is that of its ``shape`` in the file, which
 is what an interpreter allocates unless its inputs are resized. Constants, inputs and variables belong to the caller.
 ``RESHAPE`` and its like hand on their input's bytes, as LiteRT's arena planner has it; every other result has bytes
-of its own. What a kernel asks for as scratch is not in a file, and not counted. ``IF``, ``WHILE`` and StableHLO's composites call subgraphs.
+of its own. What a kernel asks for as scratch is not in a file, and not counted. ``IF``, ``WHILE`` and
+StableHLO's composites call subgraphs.
 """
 
 from __future__ import annotations
