@@ -202,9 +202,10 @@ def _check_code(config: bytes, place: str) -> None:
         if name in ("Lambda", "__lambda__"):
             what, instead = f"a Lambda layer in {place}", "write it as a layer of Keras's own"
             raise Unsupported(what, "it is code, and code in files is not run", instead)
-        own = module is None or (isinstance(module, str) and module.split(".")[0] in _OWN)
+        own = isinstance(module, str) and module.split(".")[0] in _OWN
+        own |= module is None and found.get("registered_name") is None  # what is no class, such as tensors
         if name is not None and not own:
-            what = f"class {name!r} of module {module!r} in {place}"
+            what = f"class {name!r}{'' if module is None else f' of module {module!r}'} in {place}"
             raise Unsupported(
                 what, "code that is not Keras's is not imported for a file", "export a graph.pb"
             )
