@@ -50,7 +50,7 @@ def test_classes_of_others_are_named_before_keras_looks_for_them(tmp_path: Path,
             functional |= {"registered_name": "Functional", "config": {"layers": [inner]}}
             made.writestr("config.json", json.dumps(functional))
         if refused:
-            with pytest.raises(Unsupported, match="class '(Net|Layer)'.*export a graph"):
+            with pytest.raises(Unsupported, match=r"class '(Net|Layer)'.*export a graph"):
                 check_archive(path)
         else:
             check_archive(path)
