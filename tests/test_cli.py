@@ -86,6 +86,8 @@ def there(tmp_path, monkeypatch):
     (tmp_path / "toy.py").write_text(TOY)
     (tmp_path / "broken.py").write_text("x = (\n")
     (tmp_path / "needs.py").write_text("import no_such_thing_at_all\n")
+    for name in ("model.ort", "model.h5", "weights.safetensors", "weights.gguf", "model.mlmodel", "text"):
+        (tmp_path / name).write_bytes(b"\x18\0\0\0what others read")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -283,6 +285,12 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("toy.py", "name a factory in it, such as toy:step"),
         ("model.pt2", "cannot open a file that may hold code: load it in a factory()"),
         (".", "not a regular file"),
+        ("model.ort", "give the model.onnx that it was made of"),
+        ("model.h5", "save the model as model.keras"),
+        ("weights.safetensors", "load them in a factory() and name that"),
+        ("weights.gguf", "weights without a model"),
+        ("model.mlmodel", "unknown kind of file: a source is module:factory"),
+        ("text", "unknown kind of file: a source is module:factory"),
     ],
 )
 def test_a_bad_source_is_said_to_be_one(there, capsys, source, said):

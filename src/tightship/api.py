@@ -88,7 +88,7 @@ class PlanRequest:
         """The verified plan. Raises ``Infeasible``, ``BadInput`` for names and options that there are not."""
         answer = self._solved(progress)
         notes: tuple[str, ...] = () if self.step is None else self.step.notes
-        if self.program is not None and self.graph.meta.get("source") == "onnx":
+        if self.program is not None and self.graph.meta.get("source") in ("onnx", "tflite"):
             notes = cast(Any, self.program).notes  # on how the file was read
         return answer.changed(notes=(*answer.plan.notes, *notes)) if notes else answer
 
@@ -127,7 +127,7 @@ class PlanRequest:
 
     def _advice_on_ways(self, limit: int, options: Options) -> tuple[str, ...]:
         """What splitting, and streaming, would come to where they were not allowed."""
-        if self.program is not None and self.graph.meta.get("source") == "onnx":
+        if self.program is not None and self.graph.meta.get("source") in ("onnx", "tflite"):
             from tightship.integrations.onnx_split import advice as of_rows
 
             return of_rows(cast(Any, self.program), limit, options.allow)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightship.errors import BadInput, TightshipError, Unsupported
+from tightship.files import begins_with
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.serde import load_any
@@ -246,6 +247,13 @@ _RETURNS = (
     "factory() returns (model, sample), (model, loss_fn, sample), (model, loss_fn, optimizer, sample) "
     "or a mapping with these keys, where train=False stands for a forward pass alone"
 )
+_NOT_READ = {
+    ".ort": "onnxruntime's own format is not read: give the model.onnx that it was made of",
+    **dict.fromkeys((".h5", ".hdf5"), "HDF5 is not read: save the model as model.keras"),
+    **dict.fromkeys(
+        (".safetensors", ".gguf"), "weights without a model: load them in a factory() and name that"
+    ),
+}
 _CODE = (".pt2", ".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _KEYS = ("model", "loss_fn", "optimizer", "sample")
 
@@ -281,6 +289,8 @@ def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds:
     if kind is not None:
         program = kind.read(text, **given)
         return Source(program.graph, program=program)
+    if os.path.isfile(text) and (fault := _NOT_READ.get(Path(text).suffix)):
+        raise BadInput(fault, place=text)
     if text.endswith(_CODE):
         raise BadInput(
             "cannot open a file that may hold code: load it in a factory() and name that", place=text
@@ -290,6 +300,8 @@ def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds:
             f"a Python file is no source: name a factory in it, such as {Path(text).stem}:step", place=text
         )
     if text.endswith(".json") or (os.path.exists(text) and ":" not in text):
+        if not text.endswith(".json") and (first := begins_with(text, 64).lstrip()) and first[:1] != b"{":
+            raise BadInput(f"unknown kind of file: a source is module:factory, {FILES}", place=text)
         plan, graph = load_any(text)
         if graph is None:
             raise BadInput(

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,79 @@ def test_sizes_that_are_too_large_are_refused(tmp_path: Path) -> None:
     assert math.prod([2**31 - 1] * count) > 2**100
     with pytest.raises(BadInput):
         read(path)
+
+
+def _file(codes: list[int], subgraphs: list[tuple[list[Any], list[int], list[int], list[Any]]]) -> bytes:
+    """A file of subgraphs: tensors (shape, signature), inputs, results, and operators (number of the code, inputs,
+    results, subgraphs that are called), written as the schema has them."""
+    b = pytest.importorskip("flatbuffers").Builder(0)
+
+    def numbers(row: Sequence[int]) -> int:
+        b.StartVector(4, len(row), 4)
+        for n in reversed(row):
+            b.PrependInt32(n)
+        return int(b.EndVector())
+
+    def offsets(row: Sequence[int]) -> int:
+        b.StartVector(4, len(row), 4)
+        for n in reversed(row):
+            b.PrependUOffsetTRelative(n)
+        return int(b.EndVector())
+
+    def table(fields: dict[int, int], numbers_at: dict[int, int] | None = None) -> int:
+        b.StartObject(14)
+        for slot, offset in fields.items():
+            b.PrependUOffsetTRelativeSlot(slot, offset, 0)
+        for slot, n in (numbers_at or {}).items():
+            b.PrependInt32Slot(slot, n, 0)
+        return int(b.EndObject())
+
+    def options(code: int, calls: Sequence[int]) -> int:
+        if code == 209:
+            return table({0: numbers(calls)})
+        return table({}, dict(enumerate(calls, 1 if code == 206 else 0)))
+
+    made = []
+    for tensors, inputs, outputs, operators in subgraphs:
+        rows = [
+            table({0: numbers(shape), 3: b.CreateString(f"t{k}"), 7: numbers(signature)})
+            for k, (shape, signature) in enumerate(tensors)
+        ]
+        ops = []
+        for code, ins, outs, calls in operators:
+            fields = {1: numbers(ins), 2: numbers(outs)}
+            fields |= {12: options(codes[code], calls)} if calls else {}
+            ops.append(table(fields, {0: code}))
+        made.append(table({0: offsets(rows), 1: numbers(inputs), 2: numbers(outputs), 3: offsets(ops)}))
+    listed = [table({}, {3: code}) for code in codes]
+    b.Finish(table({1: offsets(listed), 2: offsets(made), 4: offsets([table({})])}), b"TFL3")
+    return bytes(b.Output())
+
+
+@pytest.mark.parametrize(("code", "calls"), [(206, [1]), (209, [1, 2]), (200, [2, 1])])
+def test_what_stablehlo_calls_is_counted(tmp_path: Path, code: int, calls: list[int]) -> None:
+    """Composites (litert-torch's attention), branches and loops name subgraphs in options of the second kind."""
+    small = ([([4], [])] * 2, [0], [1], [(1, [0], [1], [])])
+    large = ([([4], []), ([1000], []), ([4], [])], [0], [2], [(1, [0], [1], []), (1, [1], [2], [])])
+    inner = [large, small] if code != 209 else [small, large]
+    path = tmp_path / "calls.tflite"
+    path.write_bytes(_file([code, 104], [([([4], [])] * 2, [0], [1], [(0, [0], [1], calls)]), *inner]))
+    model = read(path)
+    assert model.subgraphs[0].operators[0].calls == tuple(calls)
+    assert model.subgraphs[0].operators[0].kind.startswith("STABLEHLO_")
+    graph = lower(model).graph
+    assert tightship.plan(graph).peak >= 4000 and len(graph.ops[0].calls) == len(calls)
+    path.write_bytes(
+        _file([code, 104], [([([4], [])] * 2, [0], [1], [(0, [0], [1], [7] * len(calls))]), *inner])
+    )
+    with pytest.raises(BadInput, match="unknown subgraph"):
+        read(path)
+
+
+def test_sizes_that_the_file_leaves_open_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "open.tflite"
+    for signature in ([-1, 4], [2, 4]):
+        path.write_bytes(_file([104], [([([2, 4], signature), ([2, 4], [])], [0], [1], [(0, [0], [1], [])])]))
+        notes = tightship.plan(path).plan.notes
+        assert [n for n in notes if "'t0' [-1, 4] as [2, 4]" in n] or signature[0] > 0
+        assert bool(notes) == (signature[0] < 0)

@@ -21,7 +21,7 @@ from tightship.cli import main
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
-from tightship.integrations import onnx_compare
+from tightship.integrations import onnx_compare, onnx_sessions
 from tightship.integrations.onnx_compare import Sessions, Use, compared, feeds_of, read_feeds, write_best
 from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION, write_model
 from tightship.integrations.onnxruntime import (
@@ -33,6 +33,7 @@ from tightship.integrations.onnxruntime import (
     random_feeds,
     session,
 )
+from tightship.integrations.own_process import Crashed
 
 RNG = np.random.default_rng(0)
 
@@ -392,6 +393,24 @@ def test_what_the_runtime_cannot_run_is_said(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"nothing")
     with pytest.raises(BadInput, match=r"not an \.npz"):
         read_feeds(tmp_path / "bad.npz")
+
+
+@pytest.mark.parametrize("level", [[], ["--optimize", "none"]])
+def test_a_model_that_crashes_the_runtime_is_planned_all_the_same(tmp_path, capsys, monkeypatch, level):
+    """Its optimizer does so on recurrent nets in half precision: the process was gone, without a word."""
+
+    def crashed(*args, **kwargs):
+        raise Crashed("SIGSEGV")
+
+    monkeypatch.setattr(onnx_sessions, "own_process", crashed)
+    path, out = saved(tmp_path, branches()), tmp_path / "out.onnx"
+    assert main(["plan", str(path), "--shape", "n=1", "--write", str(out), *level, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert "crashed (SIGSEGV)" in rows["runtime"]["failure"] and rows["runtime"]["file"] == "planned"
+    assert [note for note in rows["notes"] if "crashed (SIGSEGV) optimizing it" in note] or level
+    assert onnx.load(out).metadata_props
+    with pytest.raises(BadInput, match="crashed"):
+        optimized(lower(read(path), "n=1"), tmp_path, "n=1")
 
 
 def test_a_session_runs_a_file_as_its_metadata_say(tmp_path):

@@ -132,3 +132,19 @@ def test_sizes_that_follow_from_what_strings_say_are_asked_for(tmp_path):
             lower(read(path), given)
     program = lower(read(path), "n=4,kept[0]=3,words[1]=5")
     assert next(v for v in program.graph.values if v.name == "y").shape == (3, 2)
+
+
+@pytest.mark.parametrize("shape", [["n"], [1, "n"]])
+@pytest.mark.parametrize("given", [{}, {"case_change_action": "LOWER"}, {"stopwords": []}])
+def test_words_of_which_none_are_dropped_are_as_many_as_before(tmp_path, shape, given):
+    """As scikit-learn's vectorizers are exported: the size of what is inside was asked for."""
+    attributes = {k: v for k, v in given.items() if v}
+    nodes = [node("StringNormalizer", ["x"], ["kept"], **attributes), node("Identity", ["kept"], ["y"])]
+    if "stopwords" in given:
+        nodes[0].attribute.append(
+            onnx.helper.make_attribute("stopwords", [], attr_type=onnx.AttributeProto.STRINGS)
+        )
+    program = lower(
+        read(saved(tmp_path, model_of(nodes, [value("x", shape, TEXT)], [value("y", None, TEXT)]))), "n=4"
+    )
+    assert next(v for v in program.graph.values if v.name == "kept").shape == (*shape[:-1], 4)

@@ -4,7 +4,8 @@ A file is a FlatBuffer. Every offset is checked before it is followed, and what 
 bounded, since many of them may point to the same bytes. A tensor's size is that of its ``shape`` in the file, which
 is what an interpreter allocates unless its inputs are resized. Constants, inputs and variables belong to the caller.
 ``RESHAPE`` and its like hand on their input's bytes, as LiteRT's arena planner has it; every other result has bytes
-of its own. What a kernel asks for as scratch is not in a file, and not counted. ``IF`` and ``WHILE`` call subgraphs.
+of its own. What a kernel asks for as scratch is not in a file, and not counted. ``IF``, ``WHILE`` and
+StableHLO's composites call subgraphs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -31,6 +32,8 @@ MOST_READ: Final = 1 << 24
 """Tables and numbers that are read of a file in all."""
 LONGEST_NAME: Final = 1 << 16
 DEEPEST: Final = 32
+_NAMED: Final = 4
+"""Inputs that a note names."""
 
 # --- FlatBuffers ---
 
@@ -123,7 +126,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """``nbytes`` by shape and type, none for text; ``constant``: the bytes that the file holds."""
+    """``nbytes`` by shape and type, none for text; ``constant``: the bytes that the file holds; ``signature``: the
+    shape with -1 for what may be resized, if the file says so."""
 
     name: str
     dtype: str
@@ -131,6 +135,7 @@ class Tensor:
     nbytes: int | None
     constant: int
     variable: bool
+    signature: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +195,26 @@ _KINDS: Final = tuple(
     "REDUCE_ALL CONV_3D_TRANSPOSE VAR_HANDLE READ_VARIABLE ASSIGN_VARIABLE BROADCAST_ARGS RANDOM_STANDARD_NORMAL "
     "BUCKETIZE RANDOM_UNIFORM MULTINOMIAL GELU DYNAMIC_UPDATE_SLICE RELU_0_TO_1 UNSORTED_SEGMENT_PROD "
     "UNSORTED_SEGMENT_MAX UNSORTED_SEGMENT_SUM ATAN2 UNSORTED_SEGMENT_MIN SIGN BITCAST BITWISE_XOR "
-    "RIGHT_SHIFT".split()
+    "RIGHT_SHIFT STABLEHLO_LOGISTIC STABLEHLO_ADD STABLEHLO_DIVIDE STABLEHLO_MULTIPLY STABLEHLO_MAXIMUM "
+    "STABLEHLO_RESHAPE STABLEHLO_CLAMP STABLEHLO_CONCATENATE STABLEHLO_BROADCAST_IN_DIM STABLEHLO_CONVOLUTION "
+    "STABLEHLO_SLICE STABLEHLO_CUSTOM_CALL STABLEHLO_REDUCE STABLEHLO_ABS STABLEHLO_AND STABLEHLO_COSINE "
+    "STABLEHLO_EXPONENTIAL STABLEHLO_FLOOR STABLEHLO_LOG STABLEHLO_MINIMUM STABLEHLO_NEGATE STABLEHLO_OR "
+    "STABLEHLO_POWER STABLEHLO_REMAINDER STABLEHLO_RSQRT STABLEHLO_SELECT STABLEHLO_SUBTRACT STABLEHLO_TANH "
+    "STABLEHLO_SCATTER STABLEHLO_COMPARE STABLEHLO_CONVERT STABLEHLO_DYNAMIC_SLICE STABLEHLO_DYNAMIC_UPDATE_SLICE "
+    "STABLEHLO_PAD STABLEHLO_IOTA STABLEHLO_DOT_GENERAL STABLEHLO_REDUCE_WINDOW STABLEHLO_SORT STABLEHLO_WHILE "
+    "STABLEHLO_GATHER STABLEHLO_TRANSPOSE DILATE STABLEHLO_RNG_BIT_GENERATOR REDUCE_WINDOW STABLEHLO_COMPOSITE "
+    "STABLEHLO_SHIFT_LEFT STABLEHLO_CBRT STABLEHLO_CASE".split()
 )
 _CALLS: Final = {"IF": (0, 1), "WHILE": (0, 1), "CALL_ONCE": (0,), "CALL": (0,)}
-"""By kind, the fields of its options that name subgraphs."""
+_CALLS_2: Final = {"STABLEHLO_WHILE": (0, 1), "STABLEHLO_COMPOSITE": (1,)}
+"""By kind, the fields of its options that name subgraphs; of the second kind of options."""
+_CASE: Final = "STABLEHLO_CASE"
+"""Names as many subgraphs as it has branches, in a vector."""
+_LOOPS: Final = ("WHILE", "STABLEHLO_WHILE")
 _VIEWS: Final = frozenset("RESHAPE SQUEEZE EXPAND_DIMS BITCAST".split())
-_RANDOM: Final = frozenset("RANDOM_STANDARD_NORMAL RANDOM_UNIFORM MULTINOMIAL".split())
+_RANDOM: Final = frozenset(
+    "RANDOM_STANDARD_NORMAL RANDOM_UNIFORM MULTINOMIAL STABLEHLO_RNG_BIT_GENERATOR".split()
+)
 _EFFECTS: Final = frozenset(
     "CALL_ONCE VAR_HANDLE READ_VARIABLE ASSIGN_VARIABLE HASHTABLE HASHTABLE_FIND HASHTABLE_IMPORT HASHTABLE_SIZE "
     "HASHTABLE_LOOKUP".split()
@@ -234,13 +253,22 @@ def _subgraph(table: Table, kinds: Sequence[str], sizes: Sequence[int]) -> Subgr
         code = entry.number(0, "<I")
         if code >= len(kinds):
             raise BadInput(f"operator {k} is of kind {code}; the model has {len(kinds)}", place=place)
-        options = entry.table(4) if kinds[code] in _CALLS else None
-        calls = tuple(options.number(f, "<i") for f in _CALLS[kinds[code]]) if options else ()
+        calls = _called(entry, kinds[code])
         operators.append(Operator(kinds[code], entry.numbers(1), entry.numbers(2), calls, entry.numbers(8)))
     tensors = tuple(_tensor(t, sizes) for t in table.tables(0))
     return Subgraph(
         table.text(4), tensors, table.numbers(1), table.numbers(2), tuple(operators), table.vector(3, 4)[0]
     )
+
+
+def _called(entry: Table, kind: str) -> tuple[int, ...]:
+    """The subgraphs that an operator names."""
+    if kind == _CASE:
+        branches = entry.table(12)
+        return branches.numbers(0) if branches else ()
+    fields = _CALLS.get(kind) or _CALLS_2.get(kind, ())
+    options = entry.table(4 if kind in _CALLS else 12) if fields else None
+    return tuple(options.number(f, "<i") for f in fields) if options else ()
 
 
 def _tensor(table: Table, sizes: Sequence[int]) -> Tensor:
@@ -253,7 +281,7 @@ def _tensor(table: Table, sizes: Sequence[int]) -> Tensor:
     dtype, bits = _TYPES[kind]
     nbytes = None if dtype == "string" else bounded(-(-math.prod(shape) * bits // 8), where)
     held = sizes[buffer] if sizes else 0
-    return Tensor(name, dtype, shape, nbytes, held, bool(table.number(5, "<b")))
+    return Tensor(name, dtype, shape, nbytes, held, bool(table.number(5, "<b")), table.numbers(7))
 
 
 def _check(g: Subgraph, place: str, subgraphs: int) -> None:
@@ -290,6 +318,7 @@ class Program:
 
     model: Model
     graph: Graph
+    notes: tuple[str, ...] = ()
 
 
 def lower(model: Model) -> Program:
@@ -297,7 +326,22 @@ def lower(model: Model) -> Program:
     another in a circle."""
     lowered: dict[int, Graph] = {}
     graph = _lowered(model, 0, (), lowered)
-    return Program(model, graph)
+    return Program(model, graph, tuple(_open_sizes(model.subgraphs[0])))
+
+
+def _open_sizes(g: Subgraph) -> Iterator[str]:
+    """What is said of inputs whose sizes the file leaves open."""
+    names = [
+        f"{g.tensors[k].name!r} {list(g.tensors[k].signature)[:8]} as {list(g.tensors[k].shape)[:8]}"
+        for k in dict.fromkeys(g.inputs)
+        if -1 in g.tensors[k].signature
+    ]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        yield (
+            f"sizes that are open count as they stand in the file: {', '.join(names[:_NAMED])}{more}; "
+            "an interpreter that resizes its inputs takes more"
+        )
 
 
 def _lowered(model: Model, k: int, around: tuple[int, ...], known: dict[int, Graph]) -> Graph:
@@ -351,7 +395,7 @@ def _graph(g: Subgraph, calls: Sequence[tuple[Graph, ...]], name: str, place: st
         written = {builder.storage_of(value_of[t]) for t in o.inputs if t >= 0 and g.tensors[t].variable}
         written |= {builder.storage_of(value_of[t]) for t in held}
         flops, made = _flops(g, o), sum(g.tensors[t].nbytes or 0 for t in (*o.inputs, *o.outputs) if t >= 0)
-        carried = sum(size(t) for t in o.inputs if t >= 0) if o.kind == "WHILE" else 0
+        carried = sum(size(t) for t in o.inputs if t >= 0) if o.kind in _LOOPS else 0
         scratch = sum(size(t) for t in o.intermediates if t >= 0)
         builder.op(
             Op(

@@ -209,7 +209,11 @@ class Planner:
         them, and planned for ``beyond`` bytes beside these; else around all that leads to its gradients."""
         pairs = self._pairs_of(program)
         self.log.append(policy if self.given is None else next(self.given))
-        return self._at(program, pairs, beyond, policy)[0]
+        work, self._work = self._work, _OF_MANY if pairs else self._work
+        try:
+            return self._at(program, pairs, beyond, policy)[0]
+        finally:
+            self._work = work
 
     def _at(
         self, program: Program, pairs: Sequence[Pair], beyond: float, share: Share, pair: Pair | None = None

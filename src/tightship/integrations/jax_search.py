@@ -47,6 +47,18 @@ def _key(level: Level, log: list[Any]) -> str:
     return repr([level.peak, *(x for x in log if not isinstance(x, float))])
 
 
+@dataclass(frozen=True)
+class _Policy:
+    """A policy's program, planned beside its loops for ``beyond`` bytes; ``planned``: for what there is, or that has
+    been done."""
+
+    name: str
+    level: Level
+    beyond: float
+    log: list[Any]
+    planned: bool
+
+
 class Row(msgspec.Struct, frozen=True):
     """A candidate on disk, and the budgets whose answer it is. ``which``: of the search's programs."""
 
@@ -144,7 +156,7 @@ class Search:
         self._results = self.before.results if self.program.in_place else self.before.outputs
         self._looks: dict[tuple[str, bool], Candidate] = {}
         self._last: tuple[float, int] | None = None
-        self._policies: list[tuple[Level, float, list[Any]]] | None = None
+        self._policies: list[_Policy] | None = None
 
     @property
     def room(self) -> int:
@@ -196,6 +208,8 @@ class Search:
         least, most = math.inf, self._almost
         if fits := self.fitting():
             least = min(c.level.flops for c in fits)
+            if any(self._cheap(c) for c in fits if c.level.flops == least):
+                return
             made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
             most = _MAYBE * self.room / made
         self._by_policies(least, most)
@@ -300,26 +314,34 @@ class Search:
         if self.before.total <= self.limit or self.room <= 0:
             return
         if self._policies is None:
-            self._policies = sorted(self._of_policies(), key=lambda row: row[0].flops)
-        for row in list(self._policies):
-            level, beyond, log = row
-            far = max(most, self._almost) if level.flops < _CHEAPER * flops else most
-            if level.flops <= flops and level.peak <= far:
-                self._policies.remove(row)
-                self.planner.log = log
-                if self.look(level, beyond).memory.temporaries <= self.room:
-                    break
+            self._policies = list(self._of_policies())
+        passed: list[_Policy] = []
+        while self._policies:
+            row = min(self._policies, key=lambda row: row.level.flops)
+            if row.level.flops > flops:
+                break
+            self._policies.remove(row)
+            if not row.planned and row.level.peak > self.room * self._scale:
+                self._policies.append(self._policy(row.name, self.room * self._scale))
+            far = max(most, self._almost) if row.level.flops < _CHEAPER * flops else most
+            if row.level.peak > far:
+                passed.append(replace(row, planned=True))
+                continue
+            self.planner.log = row.log
+            if self.look(row.level, row.beyond).memory.temporaries <= self.room:
+                break
+        self._policies += passed
 
-    def _of_policies(self) -> Iterator[tuple[Level, float, list[Any]]]:
-        """The policies' levels, for how many bytes, and their logs: as `jax.checkpoint` has them, and, where that
-        takes more than there is by the model, with what is beside the loops planned for it."""
+    def _of_policies(self) -> Iterator[_Policy]:
+        """The policies' levels, as `jax.checkpoint` has them. Where one takes more than there is by the model, what
+        is beside the loops is planned for that, too, once it could be the best: it makes no less again then."""
         for policy in self.planner.policies(self.program):
-            for beyond in (math.inf, self.room * self._scale):
-                self.planner.log = []
-                level = self.planner.by_policy(self.program, policy, beyond)
-                yield level, beyond, self.planner.log
-                if level.peak <= self.room * self._scale:
-                    break
+            yield self._policy(policy, math.inf)
+
+    def _policy(self, name: str, beyond: float) -> _Policy:
+        self.planner.log = []
+        level = self.planner.by_policy(self.program, name, beyond)
+        return _Policy(name, level, beyond, self.planner.log, beyond < math.inf)
 
     def look(self, level: Level, beyond: float) -> Candidate:
         """The program of a level, as XLA orders it in the way that took less before; both ways are tried at first,

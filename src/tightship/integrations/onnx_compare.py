@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,31 +19,24 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime
 
-from tightship.errors import BadInput, TightshipError, Unsupported
+from tightship.errors import BadInput, Unsupported
 from tightship.files import part_of, unreadable, unwritable
 from tightship.frontends.onnx.lower import Program
-from tightship.integrations.onnx_write import bring_data, write_model
-from tightship.integrations.onnxruntime import (
+from tightship.integrations.onnx_sessions import (
     AS_IT_IS,
     PLANNED,
-    arena,
-    check_room,
-    measure,
-    portable,
-    random_feeds,
-    session_options,
-    started,
+    SECONDS,
+    DoesNotRun,
+    Sessions,
+    Use,
+    compared,
 )
+from tightship.integrations.onnx_write import bring_data, write_model
+from tightship.integrations.onnxruntime import check_room, portable, random_feeds
 from tightship.plan import Plan
 from tightship.units import format_bytes, format_seconds
 
 __all__ = ["Answer", "Sessions", "Use", "compared", "feeds_of", "read_feeds", "write_best"]
-
-_SLOWER: Final = 1.03
-"""A ratio of times from which on a file is called slower: medians of runs on a busy machine differ by less."""
-_SECONDS, _ROUNDS, _LEAST = 3.0, 25, 5
-"""Time for rounds, and how many there are at most and at least."""
-
 
 _AT_ONCE: Final = 2
 """Sessions that take turns."""
@@ -60,44 +51,6 @@ _CALLED: Final = {
     "block": "the planned file, one block for most values",
     "reuse": "the planned file, buffers reused",
 }
-
-
-@dataclass(frozen=True)
-class Use:
-    """What a session takes for a run: seconds of a processor, and bytes: ``requested`` at the end of a node at most,
-    ``arena`` at any moment, ``scratch`` of it within the node ``at``, and what the arena ``holds`` in the end."""
-
-    time: float
-    requested: int
-    arena: int
-    holds: int
-    scratch: int = 0
-    at: str = ""
-
-
-@dataclass(frozen=True)
-class Sessions:
-    """A model with the runtime's defaults beside a file with options of its own; ``ratio`` of their times, the file's
-    to the default's, and the largest ``difference`` between results (0: they are bit-identical)."""
-
-    default: Use
-    file: Use
-    ratio: float
-    difference: float
-
-    @property
-    def slower(self) -> bool:
-        return self.ratio > _SLOWER
-
-    @property
-    def larger(self) -> bool:
-        pairs = ("requested", "arena", "holds")
-        return any(getattr(self.file, k) > getattr(self.default, k) for k in pairs)
-
-    @property
-    def better(self) -> bool:
-        """Not slower, not larger, and equal."""
-        return not self.slower and not self.larger and self.difference == 0
 
 
 @dataclass(frozen=True)
@@ -183,84 +136,6 @@ def read_feeds(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise BadInput(f"not an .npz file of arrays: {error}", place=os.fspath(path)) from error
 
 
-# --- sessions side by side ---
-
-
-class _DoesNotRun(BadInput):
-    """A model that loads, and does not run on the inputs that it was given."""
-
-
-def compared(
-    model: str | os.PathLike[str],
-    file: str | os.PathLike[str],
-    given: Mapping[str, Any],
-    feeds: Mapping[str, Any],
-    seconds: float = _SECONDS,
-) -> Sessions:
-    """``model`` in a default session, and ``file`` with options ``given``, on the same inputs.
-
-    Raises ``BadInput`` where the runtime does not load or run one of them.
-    """
-    sides = [(model, AS_IT_IS), (file, given)]
-    try:
-        with_profile = [
-            measure(path, feeds, **options, merge=not options["keep_order"]) for path, options in sides
-        ]
-        arenas = [
-            arena(path, feeds, _quiet(options), merge=not options["keep_order"]) for path, options in sides
-        ]
-        running = [started(path, _quiet(options), merge=not options["keep_order"]) for path, options in sides]
-        times = _times([lambda s=s: s.run(None, dict(feeds)) for s in running], seconds)
-    except TightshipError:
-        raise
-    except Exception as error:  # the runtime's classes have no common one
-        said = " ".join(str(error).split())
-        raise _DoesNotRun(f"onnxruntime does not run it: {said}", place=os.fspath(model)) from error
-    uses = [
-        Use(statistics.median(t), run.peak, held.peak, held.holds, held.scratch, held.node)
-        for t, run, held in zip(times, with_profile, arenas, strict=True)
-    ]
-    ratio = statistics.median(b / max(a, 1e-9) for a, b in zip(*times, strict=True))
-    one, other = (run.outputs for run in with_profile)
-    return Sessions(uses[0], uses[1], ratio, max(map(_difference, one, other), default=0.0))
-
-
-def _quiet(given: Mapping[str, Any]) -> Any:
-    options = session_options(**given)
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1
-    return options
-
-
-def _times(runs: Sequence[Any], seconds: float) -> list[list[float]]:
-    """Times of runs that take turns, in an order that changes from round to round."""
-    for run in runs:
-        run()
-        run()
-    times: list[list[float]] = [[] for _ in runs]
-    began = time.perf_counter()
-    while len(times[0]) < _LEAST or (len(times[0]) < _ROUNDS and time.perf_counter() - began < seconds):
-        turn = list(enumerate(runs))
-        for k, run in turn if len(times[0]) % 2 else turn[::-1]:
-            start = time.process_time()
-            run()
-            times[k].append(time.process_time() - start)
-    return times
-
-
-def _difference(a: Any, b: Any) -> float:
-    if not isinstance(a, np.ndarray):
-        same = isinstance(a, list) and len(a) == len(b)
-        return max(map(_difference, a, b), default=0.0) if same else 0.0 if a == b else np.inf
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return np.inf
-    if a.dtype.kind not in "fc":
-        return 0.0 if np.array_equal(a, b) else np.inf
-    if np.array_equal(a, b, equal_nan=True):
-        return 0.0
-    return float(np.nanmax(np.abs(a.astype(np.float64) - b.astype(np.float64)))) or np.inf
-
-
 # --- the file that is best ---
 
 
@@ -317,7 +192,7 @@ def _best(
                 os.replace(part, target)
                 return Answer(name, given, portability, tried, str(error))
             except BadInput as error:
-                ours = feeds is None and isinstance(error, _DoesNotRun)
+                ours = feeds is None and isinstance(error, DoesNotRun)
                 hint = "; give inputs it can run on with --inputs" if ours else ""
                 os.replace(part, target)
                 return Answer(name, given, portability, tried, f"{error}{hint}")
@@ -344,7 +219,7 @@ def _on_inputs(
     while feeds is None and len(bounds) > 1:
         try:
             return _again_if_close(original, file, given, feeds_of(original, bounds[0]))
-        except _DoesNotRun:
+        except DoesNotRun:
             bounds.pop(0)
     inputs = feeds_of(original, bounds[0]) if feeds is None else feeds
     return _again_if_close(original, file, given, inputs)
@@ -356,5 +231,5 @@ def _again_if_close(
     """Compared, and once more for longer where time alone speaks against the file."""
     found = compared(original.model.path, file, given, feeds)
     if found.slower and not found.larger and found.ratio < 2:
-        found = compared(original.model.path, file, given, feeds, 2 * _SECONDS)
+        found = compared(original.model.path, file, given, feeds, 2 * SECONDS)
     return found

@@ -1,11 +1,8 @@
-"""A model run in onnxruntime as a plan needs it, and the memory the runtime itself says it used.
+"""A model as onnxruntime makes it and runs it.
 
-onnxruntime keeps the order of a file's nodes only with ``ExecutionOrder.PRIORITY_BASED`` (of the nodes that could
-run next, the first in the file; ``DEFAULT`` walks back from the results, depth first), frees what is dead only with
-``enable_mem_reuse`` off, and keeps cloned nodes only where a session is told `MERGING` among its
-``disabled_optimizers``, or does not optimize. What its optimizer makes of a model is another graph, of fewer values
-and ops of its own: `optimized` has it written, so that it can be planned, and a session of that file finds nothing
-left to change.
+What the runtime's optimizer makes of a model is another graph, of fewer values and ops of its own: `optimized` has it
+written, so that it can be planned, and a session of that file finds nothing left to change. `session` runs a planned
+file as it should run (`onnx_sessions`).
 """
 
 from __future__ import annotations
@@ -15,18 +12,31 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import onnx
 import onnxruntime
 
 from tightship.errors import BadInput, Unsupported
-from tightship.files import scratch_folder
 from tightship.frontends.onnx.load import Model, external, fixed_weights, has_sparse, read, tensors
 from tightship.frontends.onnx.lower import HALF, Program, lower
 from tightship.frontends.onnx.nested import bodies
+from tightship.integrations.onnx_sessions import (
+    AS_IT_IS,
+    LEVELS,
+    MERGING,
+    PLANNED,
+    Arena,
+    Measured,
+    arena,
+    measure,
+    optimized_file,
+    session_options,
+    started,
+)
 from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION, data_name, rename_data
 from tightship.units import format_bytes
 
@@ -47,66 +57,6 @@ __all__ = [
     "session_options",
     "started",
 ]  # fmt: skip
-
-_LEVEL: Final = {"disabled": "ORT_DISABLE_ALL"} | {
-    level: f"ORT_ENABLE_{level.upper()}" for level in ("basic", "extended", "all")
-}
-LEVELS: Final = tuple(_LEVEL)
-
-MERGING: Final = "CommonSubexpressionElimination"
-"""The optimizer that makes one node of equal ones: of a node and its clone, too."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One run: its results, the nodes in the order they ran, and bytes.
-
-    ``peak`` is the most that the runtime had requested at the end of a node (``mem_bytes_requested_in_use``) above
-    what it held before the first: what nodes made, results included; weights and inputs are not, nor is scratch
-    that a node gives back before it ends.
-    """
-
-    outputs: tuple[Any, ...]
-    order: tuple[str, ...]
-    peak: int
-    peak_node: str
-
-
-AS_IT_IS: Final[Mapping[str, Any]] = {
-    "keep_order": False, "level": "all", "reuse": True, "pattern": True, "fuse_quantized": True,
-}  # fmt: skip
-PLANNED: Final[Mapping[str, Any]] = {**AS_IT_IS, "keep_order": True, "reuse": False, "pattern": False}
-"""What a session does by default, and how a planned file runs best: arguments of `session_options`."""
-_UNFUSED: Final = "session.disable_quant_qdq"
-
-
-def session_options(
-    *,
-    keep_order: bool = True,
-    level: str = "all",
-    reuse: bool = False,
-    pattern: bool = False,
-    fuse_quantized: bool = True,
-) -> Any:
-    """Options with which onnxruntime runs a planned model's nodes in the file's order and frees what is dead (clones
-    stay with ``InferenceSession(…, disabled_optimizers=[MERGING])`` alone, unless ``level`` is ``disabled``).
-
-    ``keep_order`` false is the runtime's default order. ``reuse`` is its default, too: a dead buffer is then kept
-    for the next value of the same shape, which costs more memory than it saves; views and results written over an
-    input do not need it. ``pattern`` is so as well: from the second run of a shape on the runtime takes one block for
-    most values, beside all that the arena has held since the first. ``fuse_quantized``: nodes between
-    DequantizeLinear and QuantizeLinear become quantized ones, before which every DequantizeLinear of several readers
-    is doubled, whatever the ``level``; in an optimized model nothing is left to fuse, and it would be doubled still.
-    """
-    options = onnxruntime.SessionOptions()
-    order = onnxruntime.ExecutionOrder
-    options.execution_order = order.PRIORITY_BASED if keep_order else order.DEFAULT
-    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, _LEVEL[level])
-    options.enable_mem_reuse = reuse
-    options.enable_mem_pattern = pattern
-    if not fuse_quantized:
-        options.add_session_config_entry(_UNFUSED, "1")
-    return options
 
 
 def session(path: str | os.PathLike[str], providers: Sequence[Any] = ("CPUExecutionProvider",)) -> Any:
@@ -131,23 +81,6 @@ def _kept(path: str | os.PathLike[str]) -> dict[str, str]:
     session takes memory of its own."""
     props = read(path, convert=False).proto.metadata_props
     return {e.key: e.value if e.key == KEY_SESSION else "" for e in props if e.key in (KEY_SESSION, KEY_PLAN)}
-
-
-def started(
-    path: str | os.PathLike[str],
-    options: Any,
-    *,
-    merge: bool,
-    providers: Sequence[Any] = ("CPUExecutionProvider",),
-) -> Any:
-    """A session; ``merge``: equal nodes may become one. Raises ``BadInput`` for what the runtime does not load."""
-    try:
-        return onnxruntime.InferenceSession(
-            os.fspath(path), options, list(providers), disabled_optimizers=None if merge else [MERGING]
-        )
-    except Exception as error:  # the runtime has a dozen classes of its own, without a common one
-        said = " ".join(str(error).split())
-        raise BadInput(f"onnxruntime does not load it: {said}", place=os.fspath(path)) from error
 
 
 # --- room for sessions ---
@@ -242,16 +175,11 @@ def _kinds(model: Model) -> list[str]:
 
 def _optimized(source: Path, path: Path, level: str, program: Program) -> Model:
     """What a session makes of the model at ``source``, in a file at ``path``."""
-    model = program.model
-    options = session_options(keep_order=False, level=level, reuse=True)
-    options.log_severity_level = 4
-    options.optimized_model_filepath = os.fspath(path)
+    model, entries = program.model, dict[str, str]()
     if program.graph.static_bytes > _INLINE or any(external(t) for t in tensors(model.proto)):
-        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _DATA)
-        options.add_session_config_entry(
-            "session.optimized_model_external_initializers_min_size_in_bytes", "1024"
-        )
-    started(source, options, merge=True)
+        entries["session.optimized_model_external_initializers_file_name"] = _DATA
+        entries["session.optimized_model_external_initializers_min_size_in_bytes"] = "1024"
+    optimized_file(source, path, level, entries)
     return read(path, convert=False)
 
 
@@ -270,86 +198,7 @@ def portable(model: Model) -> tuple[str, str]:
     return "any", "it has onnx's ops alone, for any runtime"
 
 
-# --- measuring ---
-
-
-def measure(
-    path: str | os.PathLike[str],
-    feeds: Mapping[str, Any],
-    *,
-    keep_order: bool = True,
-    level: str = "disabled",
-    reuse: bool = False,
-    pattern: bool = False,
-    fuse_quantized: bool = True,
-    merge: bool = False,
-) -> Measured:
-    """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`, but
-    there is never a ``pattern``. ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default
-    from ``basic`` on."""
-    del pattern  # with it one block is reserved for all, and nodes request nothing
-    options = session_options(keep_order=keep_order, level=level, reuse=reuse, fuse_quantized=fuse_quantized)
-    options.intra_op_num_threads = 1
-    return _read(*_profiled(path, options, feeds, runs=2, merge=merge))
-
-
-@dataclass(frozen=True)
-class Arena:
-    """What a session's arena needed at most (``peak``), with ``scratch`` bytes of it inside ``node``, which gave them
-    back before it ended, and what the arena ``holds`` in the end."""
-
-    peak: int
-    holds: int
-    scratch: int = 0
-    node: str = ""
-
-
-def arena(path: str | os.PathLike[str], feeds: Mapping[str, Any], options: Any, *, merge: bool) -> Arena:
-    """What runs of a session take of its arena: values, nodes' scratch, and what nodes have made of weights; in the
-    way that runs go on (the runtime reserves one block for most values from the second run of a shape on)."""
-    events, _ = _profiled(path, options, feeds, runs=4, merge=merge)
-    found = Arena(0, 0)
-    for e in sorted(events, key=lambda e: e["ts"]):
-        if e.get("cat") == "Node" and "mem_arena_held" in (said := e.get("args", {})):
-            peak, holds = int(said["mem_in_use_peak"]), max(found.holds, int(said["mem_arena_held"]))
-            if peak > found.peak:
-                name = str(e["name"]).removesuffix("_kernel_time")
-                found = Arena(peak, holds, peak - int(said["mem_bytes_in_use"]), name)
-            found = replace(found, holds=holds)
-    return found
-
-
-def _profiled(
-    path: str | os.PathLike[str], options: Any, feeds: Mapping[str, Any], *, runs: int, merge: bool
-) -> tuple[list[dict[str, Any]], Any]:
-    """Events of a session's profile, and results of its last run."""
-    options.enable_profiling = True
-    options.log_severity_level = 3
-    with scratch_folder() as folder:
-        options.profile_file_prefix = str(folder / "profile")
-        running = started(path, options, merge=merge)
-        for _ in range(runs):
-            outputs = running.run(None, dict(feeds))
-        return json.loads(Path(running.end_profiling()).read_text()), outputs
-
-
-def _read(events: list[dict[str, Any]], outputs: Any) -> Measured:
-    runs: list[list[dict[str, Any]]] = [[]]
-    for e in sorted(
-        events, key=lambda e: (e["ts"], e.get("name") != "model_run")
-    ):  # written when it has ended
-        if e.get("name") == "model_run":
-            runs.append([])
-        elif e.get("cat") == "Node" and "mem_bytes_requested_in_use" in e.get("args", {}):
-            runs[-1].append(e)
-    nodes = max((r for r in runs if r), key=lambda r: r[0]["ts"], default=[])
-    if not nodes:
-        return Measured(tuple(outputs), (), 0, "")
-    held = [int(e["args"]["mem_bytes_requested_in_use"]) for e in nodes]
-    start = held[0] - int(nodes[0]["args"]["mem_requested_in_use_delta"])
-    top = max(range(len(held)), key=held.__getitem__)
-    names = tuple(str(e["name"]).removesuffix("_kernel_time") for e in nodes)
-    return Measured(tuple(outputs), names, held[top] - start, names[top])
+# --- inputs ---
 
 
 def random_feeds(
@@ -358,18 +207,18 @@ def random_feeds(
     """Inputs for a model: normal numbers, whole numbers from 0 to ``below`` (as text for strings), or true, of the
     given shapes."""
     rng = np.random.default_rng(seed)
-    options = session_options(level="disabled")
-    options.log_severity_level = 3
+    graph = read(path, convert=False).proto.graph
+    weights = {t.name for t in graph.initializer}
     feeds: dict[str, Any] = {}
-    for i in started(path, options, merge=True).get_inputs():
-        shape = sizes[i.name]
-        if "float" in i.type or "double" in i.type:
-            dtype = {"tensor(float16)": np.float16, "tensor(double)": np.float64}.get(i.type, np.float32)
+    for i in (i for i in graph.input if i.name not in weights):
+        shape, kind = sizes[i.name], onnx.TensorProto.DataType.Name(i.type.tensor_type.elem_type)
+        if kind.startswith(("FLOAT", "BFLOAT", "DOUBLE")):
+            dtype = {"FLOAT16": np.float16, "DOUBLE": np.float64}.get(kind, np.float32)
             feeds[i.name] = rng.standard_normal(shape).astype(dtype)
-        elif "bool" in i.type:
+        elif kind == "BOOL":
             feeds[i.name] = np.ones(shape, dtype=bool)
-        elif "string" in i.type:
+        elif kind == "STRING":
             feeds[i.name] = rng.integers(0, below, shape).astype(str)
         else:
-            feeds[i.name] = rng.integers(0, below, shape).astype(i.type[len("tensor(") : -1])
+            feeds[i.name] = rng.integers(0, below, shape).astype(kind.lower())
     return feeds

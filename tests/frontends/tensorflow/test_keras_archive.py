@@ -10,7 +10,7 @@ import pytest
 
 from support.hostile import hostile
 from tightship import sources
-from tightship.errors import BadInput, TightshipError
+from tightship.errors import BadInput, TightshipError, Unsupported
 from tightship.frontends.tensorflow.keras_file import check_archive
 
 
@@ -29,6 +29,31 @@ def test_an_archive_is_looked_through_before_anything_else(tmp_path: Path) -> No
     with pytest.raises(BadInput, match="not a Keras model"):
         sources.read_keras(path)
     check_archive(archive(tmp_path, zipfile.ZIP_DEFLATED))
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"module": None, "class_name": "Net", "registered_name": "Net"},  # a subclass of Model in a script
+        {"module": None, "class_name": "Layer", "registered_name": "mine>Layer"},
+        {"module": "net", "class_name": "Net", "registered_name": "Net"},
+        {"class_name": "Net", "registered_name": "Net"},
+        {"module": 7, "class_name": "Net"},
+    ],
+)
+def test_classes_of_others_are_named_before_keras_looks_for_them(tmp_path: Path, found: object) -> None:
+    path = tmp_path / "model.keras"
+    tensors = {"class_name": "__keras_tensor__", "config": {}}
+    for inner, refused in ((found, True), (tensors, False)):
+        with zipfile.ZipFile(path, "w") as made:
+            functional = {"module": "keras.src.models.functional", "class_name": "Functional"}
+            functional |= {"registered_name": "Functional", "config": {"layers": [inner]}}
+            made.writestr("config.json", json.dumps(functional))
+        if refused:
+            with pytest.raises(Unsupported, match=r"class '(Net|Layer)'.*export a graph"):
+                check_archive(path)
+        else:
+            check_archive(path)
 
 
 def test_a_stream_that_cannot_be_unpacked_is_damage(tmp_path: Path) -> None:

@@ -281,6 +281,8 @@ class _Walk:
         if found and found[0].shape is None and node.op_type in _LIKE_FIRST and node.input:
             like = self._known(scope, node.input[0], where)
             found[0] = TensorType(found[0].dtype or like.dtype, like.shape)
+        if standard and node.op_type == "StringNormalizer" and not any(a.strings for a in node.attribute):
+            found[0] = self._known(scope, node.input[0], where)  # it has no stopwords to leave out
         standard_ml = domain == contrib.LEARNING
         if all(t.known for t in found) or (onnx.defs.has(node.op_type, version, domain) and not standard_ml):
             return found

@@ -110,16 +110,18 @@ def _specs(tf: Any, model: Any, shapes: Mapping[str, tuple[int, ...]], place: st
         raise BadInput("a model whose inputs have no shapes: build it before it is saved", place=place)
     if unknown := [n for n in shapes if n not in inputs]:
         raise BadInput(f"unknown input {unknown[0]!r}; the model has {', '.join(inputs)}", place="--shape")
-    specs = []
+    specs, missing = [], {}
     for name, tensor in inputs.items():
         known = tuple(tensor.shape)
         sizes = shapes.get(name, known)
         if len(sizes) != len(known) or any(k not in (None, s) for k, s in zip(known, sizes, strict=True)):
             raise BadInput(f"{name} is {list(known)} in the model, not {list(sizes)}", place="--shape")
         if None in sizes:
-            form = "x".join("N" if s is None else str(s) for s in sizes)
-            raise UnknownSize(f"unknown size of {name}; give it with --shape {name}={form}", place=place)
+            missing[name] = "x".join("N" if s is None else str(s) for s in sizes)
         specs.append(tf.TensorSpec(sizes, tensor.dtype, name=name))
+    if missing:
+        names, forms = ", ".join(missing), ",".join(f"{name}={form}" for name, form in missing.items())
+        raise UnknownSize(f"unknown size of {names}; give --shape {forms}", place=place)
     return specs
 
 
@@ -200,9 +202,10 @@ def _check_code(config: bytes, place: str) -> None:
         if name in ("Lambda", "__lambda__"):
             what, instead = f"a Lambda layer in {place}", "write it as a layer of Keras's own"
             raise Unsupported(what, "it is code, and code in files is not run", instead)
-        own = module is None or (isinstance(module, str) and module.split(".")[0] in _OWN)
+        own = isinstance(module, str) and module.split(".")[0] in _OWN
+        own |= module is None and found.get("registered_name") is None  # what is no class, such as tensors
         if name is not None and not own:
-            what = f"class {name!r} of module {module!r} in {place}"
+            what = f"class {name!r}{'' if module is None else f' of module {module!r}'} in {place}"
             raise Unsupported(
                 what, "code that is not Keras's is not imported for a file", "export a graph.pb"
             )

@@ -1,0 +1,68 @@
+"""A call in a process of its own, for libraries that can end the process that they run in.
+
+The function is named by its module, its arguments and its result are pickled, and what it raises is raised here.
+What the library writes to the terminal is dropped: it says in an exception what matters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+from tightship.errors import TightshipError
+from tightship.files import scratch_folder
+
+__all__ = ["Crashed", "own_process"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_CODE: Final = "import sys; from tightship.integrations.own_process import _answer; _answer(sys.argv[1])"
+
+
+class Crashed(Exception):
+    """The process ended without an answer; the text says how, such as ``SIGSEGV``."""
+
+
+def own_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """``function(*args, **kwargs)``, a function of a module, in a process of its own. Raises ``Crashed``, and the
+    ``TightshipError`` that it raises."""
+    with scratch_folder() as folder:
+        call = (function.__module__, function.__name__, args, kwargs)
+        (folder / "call").write_bytes(pickle.dumps(call))
+        # -P: a file of the current folder must not stand for a library
+        command = [sys.executable, "-P", "-c", _CODE, str(folder)]
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode
+        path = folder / "answer"
+        if not path.exists():
+            raise Crashed(_name(ended))
+        raised, answer = pickle.loads(path.read_bytes())  # what this package's own process has written
+    if raised:
+        raise answer
+    return answer  # type: ignore[no-any-return]
+
+
+def _name(status: int) -> str:
+    """Of the signal that ended a process, or its exit status."""
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"exit status {status}"
+
+
+def _answer(folder: str) -> None:
+    """In the process: does the call, and writes what came of it."""
+    module, name, args, kwargs = pickle.loads((Path(folder) / "call").read_bytes())
+    answer: tuple[bool, Any]
+    try:
+        answer = False, getattr(importlib.import_module(module), name)(*args, **kwargs)
+    except TightshipError as error:
+        answer = True, error
+    part = Path(folder) / "part"
+    part.write_bytes(pickle.dumps(answer))
+    part.rename(Path(folder) / "answer")

@@ -1,0 +1,54 @@
+"""Calls in processes of their own: answers, errors, and ends without either."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tightship.errors import BadInput
+from tightship.integrations.own_process import Crashed, own_process
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module that the process imports by name."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "called_outside.py").write_text(
+        "import os, signal, sys\n"
+        "from tightship.errors import BadInput\n"
+        "def twice(x, *, add=0):\n    print('noise'); os.write(2, b'noise'); return 2 * x + add, os.getpid()\n"
+        "def refuses():\n    raise BadInput('it is wrong', place='there')\n"
+        "def crashes():\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "def leaves():\n    os._exit(7)\n"
+        "def fails():\n    raise KeyError('unforeseen')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(folder)
+    yield __import__("called_outside")
+    sys.modules.pop("called_outside", None)
+
+
+def test_what_it_returns_and_raises_comes_back(module, capfd):
+    value, process = own_process(module.twice, np.arange(3), add=1)
+    assert list(value) == [1, 3, 5] and process != os.getpid()
+    with pytest.raises(BadInput, match=r"^there: it is wrong$"):
+        own_process(module.refuses)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("crashes", "SIGSEGV"), ("leaves", "status 7"), ("fails", "status 1")]
+)
+def test_an_end_without_an_answer_is_said(module, name, how, capfd):
+    with pytest.raises(Crashed, match=how):
+        own_process(getattr(module, name))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_of_the_current_folder_stands_for_no_library(module, tmp_path, monkeypatch):
+    (tmp_path / "pickle.py").write_text("raise SystemExit(9)\n")
+    monkeypatch.chdir(Path(tmp_path))
+    assert list(own_process(module.twice, np.ones(1))[0]) == [2]
