@@ -35,7 +35,7 @@ _AT_ONCE: Final = 8
 """Ranks that are asked with one question."""
 _LISTENS: Final = timedelta(minutes=10)
 """How long a rank's listener waits at once: nobody asks the store again before."""
-_SILENT: Final = 2.5
+_SILENT: Final = 10.0
 """Seconds without an answer after which a rank is not waited for: torch's own collectives find out what it is."""
 _LOG: Final = logging.getLogger("tightship")
 

@@ -156,7 +156,7 @@ def watch_frames(backend: Any, skipped: Skipped, raised: Raised) -> None:
         before, broken = _utils.get_compilation_metrics()[-1:], _utils.counters["graph_break"].copy()
         graphs = _utils.counters["stats"]["unique_graphs"]
         # Each size is compiled anew in any case.
-        outer, _Compiling.frame = _Compiling.frame, _where(frame.f_code)
+        outer, _Compiling.frame = _Compiling.frame, f"the frame of {_where(frame.f_code)}"
         try:
             with _dynamo_config.patch(automatic_dynamic_shapes=False), _scripts_left_out():
                 found = original(self, frame, cache_entry, state)
