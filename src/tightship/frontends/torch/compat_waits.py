@@ -51,8 +51,9 @@ def _told(call: Callable[..., Any]) -> Any:
                 raise
             raise found from error
 
-    skip_code(run.__code__)  # Dynamo leaves it out, and compiles what it calls
-    return run
+    watching: Any = run
+    skip_code(watching.__code__)  # Dynamo leaves it out, and compiles what it calls
+    return watching
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
