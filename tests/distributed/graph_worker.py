@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from worker import adamw, caught, digest, main
 
-from tightship.execute import graph_ranks
+from tightship.execute import graph_board, graph_ranks
 from tightship.frontends.torch import compat_distributed
 from tightship.integrations import torch_compile_graph
 from tightship.integrations.torch_compile import compiled_plans
@@ -215,8 +215,8 @@ def listening() -> Any:
         connections.append(Counted(compat_distributed.other_connection(store)))
         return connections[-1]
 
-    graph_ranks.compat_distributed = SimpleNamespace(**vars(compat_distributed) | {"other_connection": other})  # type: ignore[assignment]
-    turn = graph_ranks.begin("code.py:1", range(dist.get_world_size()))
+    graph_board.compat_distributed = SimpleNamespace(**vars(compat_distributed) | {"other_connection": other})  # type: ignore[assignment]
+    turn = graph_ranks.begin("code.py:1", "code", range(dist.get_world_size()))
     assert turn is not None
     time.sleep(2.0)
     asked, board = connections[0].asked, turn._board

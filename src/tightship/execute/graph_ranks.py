@@ -12,195 +12,57 @@ which the notes of ranks that have failed in that graph are read.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
-import logging
-import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import version
 from time import monotonic, sleep
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import distributed as dist
 
-from tightship.errors import PeerFailed, TightshipError
-from tightship.frontends.torch import collectives, compat_distributed
+from tightship.errors import PeerFailed
+from tightship.execute.first_failure import words_of
+from tightship.execute.graph_board import Board, board_of_all
+from tightship.frontends.torch import collectives
 
-__all__ = ["Turn", "begin"]
+__all__ = ["Turn", "begin", "failed_before"]
 
-_POLL: Final = 0.2
-"""Seconds between two questions how far others are, of up to `_FEW` ranks; with more of them it is longer."""
-_FEW: Final = 16
-_AT_ONCE: Final = 8
-"""Ranks that are asked with one question."""
-_LISTENS: Final = timedelta(minutes=10)
-"""How long a rank's listener waits at once: nobody asks the store again before."""
 _PATIENCE: Final = 0.6
 """Seconds that a rank waits for others until it asks how far they are."""
 _LEAST: Final = 2.0
 """Seconds that a rank waits for one that has not come to the same code, at least."""
-_SILENT: Final = 10.0
-"""Seconds without an answer after which a rank is not waited for: torch's own collectives find out what it is."""
 _HEARD: Final = 3.0
 """Seconds that a rank stays for others to read what it has said: it may have the store."""
 _TURN: Final = timedelta(seconds=0.2)
 """How long a collective is waited for until notes are looked at."""
-_LOG: Final = logging.getLogger("tightship")
 
 
-class Failure(NamedTuple):
-    """A rank that could not compile ``code``, which it had run ``runs`` times, by itself."""
-
-    rank: int
-    code: str
-    runs: int
-    text: str
+def begin(code: str, frame: str, among: Sequence[int]) -> Turn | None:
+    """This rank compiles a graph of the ``code``, in the Python ``frame``, which it will run together with ranks
+    ``among``, itself included; None where there are no others."""
+    board = board_of_all() if len(among) > 1 else None
+    return None if board is None else Turn(board, code, frame, among)
 
 
-class _Process:
-    """Of this process: what it says to others, and the default group that it does it in."""
-
-    of: Any = None
-    board: Board | None = None
-    groups: int = 0  # how many there have been, which may have had the same store
-
-
-_process = _Process()
-
-
-@atexit.register
-def _let_go() -> None:
-    """The thread ends while there is an interpreter."""
-    if _process.board is not None:
-        _process.board.end()
-    _process.of = _process.board = None
-
-
-def begin(code: str, among: Sequence[int]) -> Turn | None:
-    """This rank compiles a graph of the ``code``, which it will run together with ranks ``among``, itself included;
-    None where there are no others."""
-    if len(among) < 2 or compat_distributed.world_size() < 2 or compat_distributed.imagined_ranks():
-        return None
-    world = dist.group.WORLD
-    if _process.of is not world:
-        if _process.board is not None:
-            _process.board.end()
-        _process.groups += 1
-        _process.of, _process.board = world, Board(_process.groups)
-    board = _process.board
-    assert board is not None
-    return Turn(board, code, among)
-
-
-class Board:
-    """What ranks tell one another, in the store of the default process group. A thread of each waits until one rings
-    for it: who asks how often it has run which code, and who has failed. It asks nothing of the store meanwhile."""
-
-    def __init__(self, number: int) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # with the store of the ranks before
-        self.key = f"tightship/graphs/{started}/{number}"
-        self.store = compat_distributed.process_groups_store()
-        self.runs: Counter[str] = Counter()
-        self.heard: list[Failure] = []  # which others have failed by themselves
-        self.slower = max(1.0, self.world / _FEW)
-        self._asked: dict[int, float] = {}  # ranks that have not answered, and since when
-        self._answers: dict[int, int] = {}
-        self._last_asked, self._questions = 0.0, 0
-        self._listens = compat_distributed.other_connection(self.store)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="tightship-graphs", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        self._ended.set()
+def failed_before(frame: str, among: Sequence[int], error: BaseException) -> None:
+    """No graph of the ``frame`` has come to `begin`, as Dynamo has raised ``error``: others need not wait for it."""
+    board = board_of_all() if len(among) > 1 else None
+    if board is not None:
         with suppress(RuntimeError):
-            self._ring([self.rank], "end")
-        self._thread.join(2)
-
-    def _ring(self, ranks: Sequence[int], what: str) -> None:
-        for r in ranks:
-            number = self.store.add(f"{self.key}/rung/{r}", 1)
-            self.store.set(f"{self.key}/bell/{r}/{number}", what)
-
-    def _listen(self) -> None:
-        """Ends with the store or the process group, or when told."""
-        number = 1
-        with suppress(RuntimeError):
-            while not self._ended.is_set() and compat_distributed.world_size() > 1:
-                bell = f"{self.key}/bell/{self.rank}/{number}"
-                if not self._has_rung(bell):
-                    continue
-                what = self._listens.get(bell).decode()
-                self._listens.delete_key(bell)
-                number += 1
-                if what == "ask":
-                    self._listens.set(f"{self.key}/at/{self.rank}", json.dumps([number, dict(self.runs)]))
-                elif what != "end":
-                    self.heard.append(Failure(*json.loads(what)))
-                    self._say(self.heard[-1])
-
-    def _has_rung(self, bell: str) -> bool:
-        """Waits for it; False when that has taken long."""
-        if self._listens is self.store:  # whose one connection others need meanwhile
-            return not self._ended.wait(_POLL * self.slower) and bool(self.store.check([bell]))
-        try:
-            self._listens.wait([bell], _LISTENS)
-        except dist.DistStoreError:
-            return False
-        return True
-
-    def _say(self, failed: Failure) -> None:
-        _LOG.error(
-            "rank %d has failed in compiling %s, and ranks that wait for it end when it does, or after the timeout "
-            "of the process group: %s", failed.rank, failed.code, failed.text,
-        )  # fmt: skip
-
-    def ask(self, ranks: Sequence[int]) -> None:
-        """Has some of these say how far they are, the next ones with the next question."""
-        now = monotonic()
-        if not ranks or now - self._last_asked < _POLL * self.slower:
-            return
-        self._last_asked = now
-        first = self._questions % len(ranks)
-        some = [*ranks[first:], *ranks[:first]][:_AT_ONCE]
-        self._questions += len(some)
-        for r in some:
-            self._asked.setdefault(r, now)
-        self._ring(some, "ask")
-
-    def runs_of(self, rank: int, code: str) -> int:
-        """How often a rank says it has run the code."""
-        key = f"{self.key}/at/{rank}"
-        if not self.store.check([key]):
-            return 0
-        number, runs = json.loads(self.store.get(key))
-        if number != self._answers.get(rank):
-            self._answers[rank] = number
-            self._asked.pop(rank, None)
-        return int(runs.get(code, 0))
-
-    def is_silent(self, rank: int) -> bool:
-        """Whether it has been asked and does not answer any more."""
-        return rank in self._asked and monotonic() - self._asked[rank] > _SILENT
-
-    def alone(self, code: str, text: str) -> None:
-        """Says to others that this rank fails where they may wait for it."""
-        others = [r for r in range(self.world) if r != self.rank]
-        self._ring(others, json.dumps([self.rank, code, self.runs[code], text]))
+            board.alone(frame, words_of(error))
+        board.runs[frame] += 1
 
 
 class Turn:
     """A graph that ranks compile together, and then run. ``sends``: what it sends inside, in order, once known."""
 
-    def __init__(self, board: Board, code: str, among: Sequence[int]) -> None:
-        self._board, self._code = board, code
+    def __init__(self, board: Board, code: str, frame: str, among: Sequence[int]) -> None:
+        self._board, self._code, self._frame = board, code, frame
         self._others = [r for r in among if r != board.rank]
         self._key = f"{board.key}/{hashlib.sha256(code.encode()).hexdigest()[:16]}/{board.runs[code]}"
         self._began, self._passes = monotonic(), Counter[str]()
@@ -224,6 +86,9 @@ class Turn:
             told = self._told(error)
         except RuntimeError:
             return error
+        except PeerFailed as failed:
+            self.count()
+            return failed
         found = self._found(error, told)
         if found is not None:
             self.count()
@@ -232,6 +97,7 @@ class Turn:
     def count(self) -> None:
         """This rank has run the code once more, or failed to."""
         self._board.runs[self._code] += 1
+        self._board.runs[self._frame] += 1
 
     def _found(self, error: Exception | None, told: dict[int, list[Any]]) -> Exception | None:
         failures = {r: row[1] for r, row in told.items() if row[0]}
@@ -245,7 +111,7 @@ class Turn:
         """What each rank says that has come to this graph: the kind of its error and its text (empty if there is
         none), versions, and what it sends."""
         board, mine = self._board, self._board.rank
-        kind, text = ("", "") if error is None else (type(error).__name__, _words(error))
+        kind, text = ("", "") if error is None else (type(error).__name__, words_of(error))
         sends = None if self.sends is None else [len(self.sends), _digest(self.sends)]
         row = [kind, text, _versions(), sends]
         board.store.set(f"{self._key}/said/{mine}", json.dumps(row))
@@ -269,6 +135,7 @@ class Turn:
                 come, missing = [*come, *missing], []
                 break
             waited = monotonic() - start
+            self._check(missing)
             if waited > _PATIENCE:
                 self._board.ask(missing)
                 now = [r for r in missing if store.check([f"{self._key}/said/{r}"])]
@@ -277,6 +144,13 @@ class Turn:
             sleep(pause)
             pause = min(pause * 1.5, 0.1 * self._board.slower)
         return sorted(come)
+
+    def _check(self, ranks: Sequence[int]) -> None:
+        """Raises ``PeerFailed`` where one of the ranks will not come, and has said so."""
+        self._board.check()
+        for r in ranks:
+            if failed := self._board.failed_in(self._frame, r):
+                raise PeerFailed({r: failed.text}, f"compiling {failed.code}")
 
     def _will_come(self, rank: int, late: bool) -> bool:
         """Whether the rank is to be waited for."""
@@ -311,6 +185,7 @@ class Turn:
     def running(self, *, backward: bool = False) -> Iterator[None]:
         """Around each pass. What this rank fails with, those hear that wait for it in collectives inside."""
         board, name = self._board, "backward" if backward else "forward"
+        board.check()
         if not backward:
             self.count()
         self._passes[name] += 1
@@ -326,7 +201,7 @@ class Turn:
             raise
         except BaseException as error:
             with suppress(RuntimeError):
-                board.store.set(key, json.dumps([board.rank, _words(error)]))
+                board.store.set(key, json.dumps([board.rank, words_of(error)]))
             raise
 
     def _waiting(self, key: str, place: str) -> Callable[[Any], None]:
@@ -346,6 +221,7 @@ class Turn:
                     if store.check([key]):
                         rank, text = json.loads(store.get(key))
                         raise PeerFailed({rank: text}, place)
+                board.check()
                 for k, failed in enumerate(board.heard):
                     is_here = (failed.code, failed.runs) == (self._code, run)
                     if failed.rank in self._others and (k >= began or is_here):
@@ -353,11 +229,6 @@ class Turn:
             work.wait()
 
         return wait if dist.get_backend() == "gloo" else lambda work: work.wait()
-
-
-def _words(error: BaseException) -> str:
-    text = str(error) if isinstance(error, TightshipError) else f"{type(error).__name__}: {error}"
-    return text or type(error).__name__
 
 
 def _digest(rows: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import json
 import platform
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from time import monotonic, perf_counter, sleep
@@ -24,7 +24,8 @@ from uuid import uuid4
 import torch
 from torch import distributed as dist
 
-from tightship.errors import BadInput, PeerFailed, TightshipError
+from tightship.errors import BadInput, PeerFailed
+from tightship.execute.first_failure import GONE, FirstFailure, in_words, words_of
 from tightship.execute.standstill import Lookout
 from tightship.frontends.torch import collectives, compat_distributed
 from tightship.process_local import NotCopied
@@ -35,11 +36,6 @@ T = TypeVar("T")
 
 _TURN: Final = timedelta(seconds=0.2)
 """How long a collective is waited for until the others' notes are looked at."""
-_HEARD: Final = timedelta(seconds=3)
-"""How long a rank stays for the others to read why they end: it may have the store."""
-_ROLL_CALL: Final = timedelta(seconds=1.5)
-"""Within which ranks say that they are there, where a connection has ended."""
-_GONE: Final = "has ended, or does not answer any more"
 _LEFT: Final = "others have ended a step while this rank waited elsewhere"
 _CONNECTION: Final = timedelta(minutes=1)
 """Within which all ranks join the control group, once all are there."""
@@ -194,12 +190,13 @@ class Ranks(NotCopied):
     def __init__(self, group: Any, store: Any, key: str) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group, self._store, self._key = group, store, key
+        self._first = FirstFailure(store, key, self.rank, self.size)
         self._ended: PeerFailed | None = None
         self._place, self._begun, self._writes = "", False, False
         _living.add(self)
 
     def let_go(self) -> None:
-        self._group = self._store = None
+        self._group = self._store = self._first = None  # type: ignore[assignment]
 
     # --- saying and hearing ---
 
@@ -242,7 +239,7 @@ class Ranks(NotCopied):
 
     def _share(self, error: BaseException) -> None:
         """Says to all what has failed here; returns where all raise the same, and raises what all raise otherwise."""
-        _, failed = self._shared("-" + json.dumps([self._place, _words(error)]), error)
+        _, failed = self._shared("-" + json.dumps([self._place, words_of(error)]), error)
         if failed is not error:
             raise failed from error
 
@@ -298,7 +295,7 @@ class Ranks(NotCopied):
             if not self._begun and isinstance(error, Exception):
                 self._share(error)
                 raise
-            own = PeerFailed({self.rank: _words(error)}, self._place, writing=self._writes)
+            own = PeerFailed({self.rank: words_of(error)}, self._place, writing=self._writes)
             self._ended = self._noted(own)
             if isinstance(error, Exception):
                 raise self._ended from error
@@ -318,17 +315,10 @@ class Ranks(NotCopied):
     def _noted(self, own: PeerFailed, gone: Sequence[int] = ()) -> PeerFailed:
         """The error that all raise: the first that a rank has noted, which is this one if there was none before."""
         self._abandon()
-        written = json.dumps([own.failures, own.place, own.lost, own.writing, self._begun])
-        with suppress(RuntimeError):  # the rank that has the store may be gone
-            written = self._store.compare_set(f"{self._key}/failed", "", written).decode()
-            self._store.set(f"{self._key}/heard/{self.rank}", b"1")
-            keys = [f"{self._key}/heard/{r}" for r in range(self.size) if r not in gone]
-            with suppress(RuntimeError):
-                self._store.wait(keys, _HEARD)
-        failures, place, lost, writing, begun = json.loads(written)
+        found, begun = self._first.noted(own, self._begun, gone)
         if begun:
             _process.unfinished = dist.group.WORLD
-        return PeerFailed({int(r): text for r, text in failures.items()}, place, lost, writing=writing)
+        return found
 
     def wait(self, work: Any) -> None:
         """Waits for what is sent, as long as no rank has failed. Raises ``PeerFailed``."""
@@ -383,7 +373,7 @@ class Ranks(NotCopied):
     def _failed(self) -> PeerFailed | None:
         """What other ranks have noted; or who is gone, where one of them asks who is there."""
         try:
-            if self._store.check([f"{self._key}/failed"]):
+            if self._first.is_noted():
                 return self._noted(PeerFailed({}))
             return self._called() if self._store.check([f"{self._key}/calling"]) else None
         except RuntimeError as error:
@@ -393,19 +383,15 @@ class Ranks(NotCopied):
         """A connection has ended: because a rank has failed and said so, or has been ended."""
         self._abandon()
         try:
-            if self._store.check([f"{self._key}/failed"]):
+            if self._first.is_noted():
                 return self._noted(PeerFailed({}))
             self._store.set(f"{self._key}/calling", b"1")
             return self._called()
         except RuntimeError:  # the store is gone, with the rank that has it
-            reason = str(error).strip().splitlines()[0][:200]
-            others = [r for r in range(self.size) if r != self.rank]
-            gone = others[0] if len(others) == 1 else 0
-            known = gone != self.rank and not compat_distributed.store_of_launcher()
-            failures = {gone: _GONE} if known else {}
             if self._begun:
                 _process.unfinished = dist.group.WORLD
-            return PeerFailed(failures, self._place, reason, writing=self._writes)
+            gone = self._first.without_store()
+            return PeerFailed(gone, self._place, in_words(error), writing=self._writes)
 
     def _abandon(self) -> None:
         """The control group is not used any more. Others may never come to what has been begun in it, and a group
@@ -416,13 +402,9 @@ class Ranks(NotCopied):
 
     def _called(self) -> PeerFailed:
         """Whoever does not say soon that it is there has ended. Raises ``RuntimeError`` without a store."""
-        self._store.set(f"{self._key}/there/{self.rank}", b"1")
-        keys = [f"{self._key}/there/{r}" for r in range(self.size)]
-        with suppress(RuntimeError):
-            self._store.wait(keys, _ROLL_CALL)
-        missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+        missing = self._first.missing()
         reason = "all ranks are there, and a connection between them is not"
-        failures = dict.fromkeys(missing, _GONE)
+        failures = dict.fromkeys(missing, GONE)
         return self._noted(PeerFailed(failures, self._place, reason, writing=self._writes), missing)
 
     # --- what sending costs ---
@@ -450,8 +432,3 @@ def marked(error: Any) -> Any:
 
 def _ismarked(error: BaseException) -> bool:
     return getattr(error, "_on_all_ranks", False)
-
-
-def _words(error: BaseException) -> str:
-    text = str(error) if isinstance(error, TightshipError) else f"{type(error).__name__}: {error}"
-    return text or type(error).__name__

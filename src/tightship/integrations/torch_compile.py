@@ -28,7 +28,7 @@ import torch
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute import allocator
-from tightship.execute.graph_ranks import Turn, begin
+from tightship.execute.graph_ranks import Turn, begin, failed_before
 from tightship.execute.interpreter import Fallback
 from tightship.frontends.torch import compat, compat_compile, compat_ddp, compat_dynamo, compat_sending
 from tightship.integrations.accounting import Ledger, StepBytes, StepMemory, measure_optimizers
@@ -82,7 +82,8 @@ def backend(
     another rank, which runs the graph together with this one, cannot run it (`graph_ranks`).
     """
     compat.require_torch()
-    turn = begin(compat_dynamo.compiled_code(gm), compat_sending.ranks_around(gm))
+    code, frame = compat_dynamo.compiled_code(gm), compat_dynamo.python_frame()
+    turn = begin(code, frame, compat_sending.ranks_around(gm))
     if turn is None:
         return _compiled(gm, example_inputs, options, more)
     try:
@@ -360,4 +361,9 @@ def _raise_when_called(
     return failed
 
 
-compat_dynamo.watch_frames(backend, _note_skipped)
+def _note_raised(module: Any, error: BaseException) -> None:
+    """Dynamo has raised where it compiles a frame: ranks that compile it, too, wait for this one."""
+    failed_before(compat_dynamo.python_frame(), compat_sending.ranks_around_module(module), error)
+
+
+compat_dynamo.watch_frames(backend, _note_skipped, _note_raised)

@@ -17,6 +17,7 @@ from tightship.frontends.torch import (
     compat_distributed,
     compat_dynamo,
     compat_sending,
+    eager_paths,
 )
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
 from tightship.frontends.torch.program import Program, Ref
@@ -80,10 +81,11 @@ class Compilation:
         self.tangents: dict[int, tuple[int, ...]] = {}  # strides of its results' gradients
 
     def run(self, gm: Any, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
-        return compat_compile.compile_training(
-            gm, inputs, partition=self.partition, forward=self.forward, backward=self.backward,
-            inference=self.inference, symbolic=symbolic,
-        )  # fmt: skip
+        with eager_paths.active(), compat_dynamo.called_instead(gm, eager_paths.as_in_eager):
+            return compat_compile.compile_training(
+                gm, inputs, partition=self.partition, forward=self.forward, backward=self.backward,
+                inference=self.inference, symbolic=symbolic,
+            )  # fmt: skip
 
     def compiled(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiled mode: what Inductor makes of the graph."""

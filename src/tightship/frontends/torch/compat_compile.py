@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from tightship.frontends.torch.compat_inductor_masks import masked_writes
 
 require_torch()
 
-from torch import _decomp  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd  # noqa: E402
 from torch._functorch import config as _config  # noqa: E402
 from torch._functorch import partitioners as _partitioners  # noqa: E402
@@ -86,9 +86,21 @@ def _as_eager(symbolic: bool) -> Iterator[None]:
 def _decompositions() -> dict[tuple[Any, Any], Any]:
     """What Python's dispatcher runs in the place of the kernels above or at autograd, by op and key."""
     keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
-    ops = [op for op in _decomp.decomposition_table if isinstance(op, torch._ops.OpOverload)]
-    dropout = torch.ops.aten.dropout.default
-    return {(o, k): o.py_kernels[k] for o in ops if o is not dropout for k in keys if k in o.py_kernels}
+    return {(o, k): o.py_kernels[k] for o in _decomposed() for k in keys if k in o.py_kernels}
+
+
+@functools.cache
+def _decomposed() -> tuple[Any, ...]:
+    """ATen's ops that may have such kernels, whether they are in a table or not. Not those without which sizes follow
+    from data."""
+    aten, found = torch.ops.aten, []
+    left = {aten.dropout.default, aten.one_hot.default, aten.tensor_split.tensor_indices_or_sections}
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        op = getattr(getattr(aten, base, None), overload or "default", None) if "aten::" in name else None
+        if isinstance(op, torch._ops.OpOverload) and op not in left:
+            found.append(op)
+    return tuple(found)
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -119,13 +119,26 @@ _BROKEN: Final = (
 )
 
 Skipped = Callable[[Any, dict[str, Any] | None, str, str, bool], object]
+Raised = Callable[[Any, BaseException], None]
 
 
-def watch_frames(backend: Any, skipped: Skipped) -> None:
+class _Compiling:
+    """The Python frame of the caller's that Dynamo compiles with the watched backend, in words."""
+
+    frame: str = ""
+
+
+def python_frame() -> str:
+    """Which Python frame is being compiled, in words, wherever its graph ends."""
+    return _Compiling.frame
+
+
+def watch_frames(backend: Any, skipped: Skipped, raised: Raised) -> None:
     """Calls ``skipped(session, options, what, why, first)`` when Dynamo gives up a frame that was to be compiled with
     ``backend`` and runs it as it is, before it does, and for each of torch's modules that is then called by itself
     (``first`` is False, unless it is the first that is known of what was to be compiled). What it returns is the next
-    call's ``session``, and lives as long as the compiled code.
+    call's ``session``, and lives as long as the compiled code. Calls ``raised`` with the module whose frame it is, if
+    it is one's, and the error, where Dynamo raises one.
 
     Dynamo asks no backend then, has no hook for it, and passes over that code from then on, in other models too: here
     only in this one.
@@ -143,8 +156,15 @@ def watch_frames(backend: Any, skipped: Skipped) -> None:
         before, broken = _utils.get_compilation_metrics()[-1:], _utils.counters["graph_break"].copy()
         graphs = _utils.counters["stats"]["unique_graphs"]
         # Each size is compiled anew in any case.
-        with _dynamo_config.patch(automatic_dynamic_shapes=False), _scripts_left_out():
-            found = original(self, frame, cache_entry, state)
+        outer, _Compiling.frame = _Compiling.frame, f"the frame of {_where(frame.f_code)}"
+        try:
+            with _dynamo_config.patch(automatic_dynamic_shapes=False), _scripts_left_out():
+                found = original(self, frame, cache_entry, state)
+        except Exception as error:
+            raised(_first_argument(frame), error)
+            raise
+        finally:
+            _Compiling.frame = outer
         last = _utils.get_compilation_metrics()[-1:]
         why = last[0].fail_reason if last and last != before else None
         if _utils.counters["stats"]["unique_graphs"] > graphs:
@@ -203,11 +223,16 @@ def _module_passed_over(frame: Any, found: Any) -> str:
     code = frame.f_code
     if code.co_name != "forward" or "skipfiles" not in (found.skip_reason or "") or not code.co_argcount:
         return ""
-    module = frame.f_locals.get(code.co_varnames[0])
+    module = _first_argument(frame)
     calls = isinstance(module, torch.nn.Module) and not isinstance(
         module, torch.nn.parallel.DistributedDataParallel
     )
     return f"{type(module).__name__}.forward" if calls else ""
+
+
+def _first_argument(frame: Any) -> Any:
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
 
 
 def frame_session(compiled: Any) -> Any:
@@ -252,6 +277,30 @@ def trained_parameters(gm: GraphModule) -> list[torch.Tensor]:
         for t in found
         if isinstance(t, torch.nn.Parameter) and t.requires_grad and not is_distributed(type(t.data))
     ]
+
+
+@contextmanager
+def called_instead(gm: GraphModule, instead: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, a Dynamo graph and those within it call what ``instead`` says in the place of functions and methods."""
+    changed: list[tuple[Node, str, Any]] = []
+    graphs = [m for m in gm.modules() if isinstance(m, GraphModule)]
+    for n in [n for m in graphs for n in m.graph.nodes if n.op in ("call_function", "call_method")]:
+        known = n.target if n.op == "call_function" else getattr(torch.Tensor, str(n.target), None)
+        if (now := instead(known)) is not known:
+            changed.append((n, n.op, n.target))
+            n.op, n.target = "call_function", now
+    _recompile(graphs if changed else ())
+    try:
+        yield
+    finally:
+        for n, op, target in changed:
+            n.op, n.target = op, target
+        _recompile(graphs if changed else ())
+
+
+def _recompile(graphs: Sequence[GraphModule]) -> None:
+    for graph in graphs:
+        graph.recompile()
 
 
 def example_of(node: Node) -> torch.Tensor | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -12,6 +14,8 @@ from tightship.frontends.torch.compat import require_torch
 
 require_torch()
 
+from torch._C import DispatchKey as _DispatchKey  # noqa: E402
+from torch.library import _scoped_library  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 LAZY_BITS = {
@@ -19,6 +23,57 @@ LAZY_BITS = {
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
 """Ops that only set a bit of the tensor, and those that compute the same contents."""
+
+
+class _Composed:
+    """What is called in the place of ops that are made of others, and how many ask for it, by thread."""
+
+    lock: Final = threading.RLock()
+    asking: Final[dict[tuple[Any, int], int]] = {}
+    libraries: Final[dict[Any, ExitStack]] = {}
+
+
+@contextmanager
+def composed_instead(op: Any, instead: Callable[..., Any]) -> Iterator[None]:
+    """Inside, on this thread, an op that ATen makes of others is what ``instead`` makes of it, unless that is
+    ``NotImplemented``: however it is called, with gradients or without. The same ``instead`` everywhere."""
+    key = op, threading.get_ident()
+    with _Composed.lock:
+        _Composed.asking[key] = _Composed.asking.get(key, 0) + 1
+        if op not in _Composed.libraries:
+            _Composed.libraries[op] = _registered(op, instead)
+    try:
+        yield
+    finally:
+        with _Composed.lock:
+            _Composed.asking[key] -= 1
+            if not _Composed.asking[key]:
+                del _Composed.asking[key]
+            if not any(of is op for of, _ in _Composed.asking):
+                _Composed.libraries.pop(op).close()
+
+
+def _registered(op: Any, instead: Callable[..., Any]) -> ExitStack:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        here = (op, threading.get_ident()) in _Composed.asking
+        found = instead(*args, **kwargs) if here else NotImplemented
+        if found is NotImplemented:
+            return op._op_dk(_DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        return found
+
+    namespace, name = op._schema.name.split("::")
+    stack = ExitStack()
+    stack.callback(
+        op._dispatch_cache.clear
+    )  # in which Python's dispatcher has what was there when it last looked
+    op._dispatch_cache.clear()
+    library = stack.enter_context(_scoped_library(namespace, "IMPL"))
+    for key in _BACKENDS:
+        library.impl(name, called, key)
+    return stack
+
+
+_BACKENDS: Final = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther")
 
 
 def asks_by_row(fn: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from tightship.errors import Unplannable
 from tightship.frontends.torch import eager_paths, scalar_lists
-from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere, only_here, patched
+from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere, patched
 
 
 class DataReaders:
@@ -62,7 +62,7 @@ class DataReaders:
             for owner, name in (*packed, *((torch, name) for name in functions)):
                 stack.enter_context(patched(owner, name, self.instead(getattr(owner, name))))
             stack.enter_context(nothing_compiled_elsewhere())
-            stack.enter_context(eager_paths.on_methods(only_here))
+            stack.enter_context(eager_paths.active())
             yield
 
 

@@ -4,7 +4,7 @@ or by what sends around it (DistributedDataParallel, ``fully_shard``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,13 +13,19 @@ from torch.fx import GraphModule
 from tightship.frontends.torch import compat_distributed, compat_dynamo
 from tightship.frontends.torch.compiled_collectives import is_collective
 
-__all__ = ["ranks_around", "sent_by"]
+__all__ = ["ranks_around", "ranks_around_module", "sent_by"]
 
 
 def ranks_around(gm: GraphModule) -> tuple[int, ...]:
     """Ranks that run the Dynamo graph together, this one among them: those of the DistributedDataParallel and of the
     ``fully_shard`` whose forward passes are running, of its DTensors, and of its collectives."""
     return tuple(sorted({*_of_ddp(), *_of_fully_shard(), *_of_graph(gm)}))
+
+
+def ranks_around_module(module: Any) -> tuple[int, ...]:
+    """As `ranks_around`, where there is no graph of a module's frame yet, or it is no module's."""
+    tensors = module.parameters() if isinstance(module, torch.nn.Module) else ()
+    return tuple(sorted({*_of_ddp(), *_of_fully_shard(), *_of_dtensors(tensors)}))
 
 
 def _of_ddp() -> list[int]:
@@ -46,15 +52,20 @@ def _runs(state: Any) -> bool:
 
 
 def _of_graph(gm: GraphModule) -> Iterator[int]:
+    inputs = [compat_dynamo.example_of(n) for n in gm.graph.find_nodes(op="placeholder")]
+    yield from _of_dtensors(x for x in inputs if x is not None)
     for n in gm.graph.nodes:
-        example = compat_dynamo.example_of(n) if n.op == "placeholder" else None
-        if example is not None and (layout := compat_distributed.layout_of(example)) is not None:
-            yield from layout.device_mesh.mesh.flatten().tolist()
-        elif n.op == "call_function" and compat_distributed.is_collective(n.target):
+        if n.op == "call_function" and compat_distributed.is_collective(n.target):
             names = [x for x in (*n.args, *n.kwargs.values()) if isinstance(x, str)]
             for name in filter(compat_distributed.is_group, names):
                 group = compat_distributed.process_group(name)
                 yield from torch.distributed.get_process_group_ranks(group)
+
+
+def _of_dtensors(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    for t in tensors:
+        if (layout := compat_distributed.layout_of(t)) is not None:
+            yield from layout.device_mesh.mesh.flatten().tolist()
 
 
 def sent_by(graph: GraphModule) -> list[str]:

@@ -2,45 +2,70 @@
 
 ATen asks of some arguments whether they are "like a subclass" of tensors, which everything is under a dispatch mode,
 and then avoids what subclasses do not do. ``matmul`` of a batch of matrices and one matrix in three dimensions
-multiplies by one matrix then, and in eager, where that matrix requires no gradient, by a batch of it. The gradient
-of ``prod`` is then made of products of all others, and in eager, where nothing is zero, by dividing.
+multiplies by one matrix then, and in eager, where that matrix requires no gradient, by a batch of it. Singular and
+eigenvalues come with vectors then, by another algorithm, which eager asks for only where gradients need them. The
+gradient of ``prod`` is then made of products of all others, and in eager, where nothing is zero, by dividing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
 from tightship.errors import Unplannable
+from tightship.frontends.torch import compat_ops
 
-__all__ = ["FUNCTIONS", "as_in_eager", "on_methods"]
+__all__ = ["FUNCTIONS", "active", "as_in_eager"]
 
-FUNCTIONS: Final = ("matmul", "prod")
-"""Of torch, by name."""
-_METHODS: Final = ("matmul", "__matmul__", "__rmatmul__")
+FUNCTIONS: Final = ("prod",)
+"""Of torch, by name, that `as_in_eager` changes."""
+
+
+@contextmanager
+def active() -> Iterator[None]:
+    """Inside, on this thread, such functions take eager's path, by whatever name they are called, from C++ too."""
+    aten = torch.ops.aten
+    with (
+        compat_ops.composed_instead(aten.matmul.default, _matmul),
+        compat_ops.composed_instead(aten.linalg_svdvals.default, _singular_values),
+        compat_ops.composed_instead(aten.linalg_eigvalsh.default, _eigenvalues),
+    ):
+        yield
+
+
+def _singular_values(x: torch.Tensor, *, driver: str | None = None) -> Any:
+    if _is_trained(x):
+        return NotImplemented
+    return torch.ops.aten._linalg_svd.default(x, False, False, driver=driver)[1]
+
+
+def _eigenvalues(x: torch.Tensor, triangle: str = "L") -> Any:
+    return NotImplemented if _is_trained(x) else torch.ops.aten._linalg_eigh.default(x, triangle, False)[0]
+
+
+def _is_trained(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Eager's path, where it is another one than stand-ins take; ``NotImplemented`` else."""
+    if not _is_batch_in_eager(a, b):
+        return NotImplemented
+    return torch.bmm(a, b.expand(a.shape[0], -1, -1))
 
 
 def as_in_eager(func: Any) -> Any:
-    """What is called on stand-ins in the place of ``func``: mostly itself."""
-    name = getattr(func, "__name__", "")
-    if name == "prod":
-        return lambda *args, **kwargs: _prod(func, *args, **kwargs)
-    if name not in _METHODS:
+    """What is called on stand-ins in the place of ``func``, a function, method or op of torch's: mostly itself."""
+    if getattr(func, "__name__", "").partition(".")[0] != "prod":
         return func
-    turned = name == "__rmatmul__"
 
-    def matmul(*args: Any, **kwargs: Any) -> Any:
-        if len(args) != 2 or kwargs or not all(isinstance(x, torch.Tensor) for x in args):
-            return func(*args, **kwargs)
-        a, b = reversed(args) if turned else args
-        if not _is_batch_in_eager(a, b):
-            return func(*args)
-        return torch.bmm(a, _as_autocast_has_it(b).expand(a.shape[0], -1, -1))
+    def prod(*args: Any, **kwargs: Any) -> Any:
+        return _prod(func, *args, **kwargs)
 
-    return matmul
+    return prod
 
 
 def _is_batch_in_eager(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -48,14 +73,6 @@ def _is_batch_in_eager(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         batches and not b.requires_grad and a.shape[2] == b.shape[1] and a.layout is b.layout is torch.strided
     )
-
-
-def _as_autocast_has_it(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast before it is expanded, as ``matmul`` casts it: so it is not copied for each matrix."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype is torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _prod(
@@ -117,17 +134,3 @@ def _products_of_others(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.
     before = torch.cat([ones, x.narrow(dim, 0, n - 1)], dim).cumprod(dim)
     behind = torch.cat([ones, x.narrow(dim, 1, n - 1).flip(dim)], dim).cumprod(dim).flip(dim)
     return grad * (before * behind)
-
-
-@contextmanager
-def on_methods(only_here: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Inside, methods of tensors are what `as_in_eager` says, where ``only_here`` (before, now) is."""
-    with ExitStack() as stack:
-        for name in _METHODS:
-            before = getattr(torch.Tensor, name)
-            if name in vars(torch.Tensor):
-                stack.callback(setattr, torch.Tensor, name, vars(torch.Tensor)[name])
-            else:
-                stack.callback(delattr, torch.Tensor, name)
-            setattr(torch.Tensor, name, only_here(before, as_in_eager(before)))
-        yield

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
+from tightship.frontends.torch import compat, compat_distributed, compat_optimizers, eager_paths
 from tightship.frontends.torch.capture.checks import check_held
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.parts_written import check_gathered
@@ -86,7 +86,7 @@ class StepCapture(Capture):
 
     @contextmanager
     def executing(self) -> Iterator[None]:
-        with compat_distributed.captured_alike(), self.mode, self.recorder:
+        with compat_distributed.captured_alike(), eager_paths.active(), self.mode, self.recorder:
             yield
 
     def instead(self, func: Any) -> Any:

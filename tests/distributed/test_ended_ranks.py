@@ -1,0 +1,99 @@
+"""A rank that ends between graphs of torch.compile, where torch's collectives wait: the others raise in seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ranks import run
+
+SECONDS = 15.0
+"""Within which the others raise, on a machine that other tests share: the process has to end before."""
+WORDS = {
+    "raises": (1, "rank 1: ValueError: injected"),
+    "interrupted": (-2, "rank 1: KeyboardInterrupt"),
+    "exits": (3, "rank 1: has ended, or does not answer any more"),
+    "killed": (-9, "rank 1: has ended, or does not answer any more"),
+}
+"""How the process ends, and what the others say of it."""
+ALL = [
+    (way, place, fault)
+    for way in ("ddp", "fully_shard")
+    for place in ("break", "loss", "loader", "update")
+    for fault in WORDS
+]
+QUICK = {("ddp", "break", "raises"), ("ddp", "loss", "killed"), ("fully_shard", "loader", "interrupted")}
+
+
+def ends(
+    way: str, place: str, fault: str, rank: int = 1, visit: int = 3, ranks: int = 2, seconds: float = SECONDS
+) -> None:
+    status, words = WORDS[fault]
+    name = f"{way} {place} {fault} {rank} {visit}"
+    statuses = tuple(status if r == rank else 0 for r in range(ranks))
+    rows = run(name, ranks=ranks, ends=statuses, worker="ended_worker.py")[name]
+    (ended,) = [row["ended"] for row in rows if "ended" in row]
+    left = [row for row in rows if "ended" not in row]
+    assert len(left) == ranks - 1
+    texts = {row["error"]["text"] for row in left}
+    assert len(texts) == 1
+    for row in left:
+        assert row["error"]["type"] == "PeerFailed"
+        assert row["later"]["type"] in (
+            "PeerFailed",
+            "RuntimeError",
+        )  # where fully_shard has half of a step behind it
+        assert words.replace("rank 1", f"rank {rank}") in row["error"]["text"]
+        assert row["error"]["at"] - ended < seconds + row["error"]["without_processor"]
+
+
+@pytest.mark.parametrize(
+    ("way", "place", "fault"),
+    [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in ALL],
+)
+def test_a_rank_that_ends_between_graphs_ends_the_others(way: str, place: str, fault: str) -> None:
+    """In code at a graph break, in the loss, before the next batch, before the update."""
+    ends(way, place, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", list(WORDS))
+def test_a_rank_that_ends_while_others_compile_ends_them(fault: str) -> None:
+    """As long as compiling takes them, a rank that has not begun to may come."""
+    ends("ddp", "loader", fault, visit=1, seconds=60.0)
+    ends("ddp", "break", fault, visit=1, seconds=60.0)
+
+
+@pytest.mark.parametrize("fault", ["raises", pytest.param("killed", marks=pytest.mark.slow)])
+def test_the_rank_that_has_the_store_may_be_the_one_that_ends(fault: str) -> None:
+    ends("ddp", "loss", fault, rank=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", list(WORDS))
+def test_all_ranks_that_are_left_raise_the_same(fault: str) -> None:
+    ends("ddp", "loss", fault, ranks=3)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["parallelize_module", *[pytest.param(w, marks=pytest.mark.slow) for w in ("ddp", "fully_shard")]],
+)
+def test_a_rank_whose_code_dynamo_cannot_trace_ends_the_step_on_all(way: str) -> None:
+    """And, where the caller has caught that, no step after it."""
+    name = f"{way} untraceable caught"
+    first, second = run(name, worker="ended_worker.py")[name]
+    assert first["error"]["type"] == "PeerFailed"
+    assert "rank 1: Unsupported: Call to `torch._dynamo.graph_break()`" in first["error"]["text"]
+    assert second["error"]["type"] == "Unsupported"
+    assert first["error"]["at"] - second["error"]["at"] < SECONDS + first["error"]["without_processor"]
+    assert [row["later"]["type"] for row in (first, second)] == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fully_shard", "parallelize_module"])
+def test_a_rank_that_ends_because_dynamo_cannot_trace_its_code_ends_the_others(way: str) -> None:
+    name = f"{way} untraceable raises"
+    first, second = run(name, ends=(0, 1), worker="ended_worker.py")[name]
+    assert first["error"]["type"] == "PeerFailed"
+    assert "rank 1: Unsupported: Call to `torch._dynamo.graph_break()`" in first["error"]["text"]
+    assert first["error"]["at"] - second["ended"] < SECONDS + first["error"]["without_processor"]
