@@ -13,7 +13,8 @@ from support.graphs import made, node, saved, tensor, value
 from tightship import api
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
-from tightship.integrations.onnxruntime import _read, measure, random_feeds
+from tightship.integrations.onnx_sessions import _read
+from tightship.integrations.onnxruntime import measure, random_feeds
 
 SIDE = [64, 64]
 UNIT = 64 * 64 * 4
