@@ -202,7 +202,7 @@ def test_an_infeasible_budget_of_a_step_says_what_the_optimizer_takes_of_it(monk
     def nothing(*_args):
         raise errors.Infeasible(budget=1000, lower_bound=500, best_peak=2000, compiled=True)
 
-    monkeypatch.setattr("tightship.integrations.torch_compile.compile_within", nothing)
+    monkeypatch.setattr("tightship.integrations.torch_compile_graph.compile_within", nothing)
     model = wide()
     optimizer = torch.optim.AdamW(model.parameters())
     call = compiled(model, budget=10**6, optimizer=optimizer)
