@@ -127,7 +127,7 @@ class PlanRequest:
 
     def _advice_on_ways(self, limit: int, options: Options) -> tuple[str, ...]:
         """What splitting, and streaming, would come to where they were not allowed."""
-        if self.program is not None and self.graph.meta.get("source") in ("onnx", "tflite"):
+        if self.program is not None and self.graph.meta.get("source") == "onnx":
             from tightship.integrations.onnx_split import advice as of_rows
 
             return of_rows(cast(Any, self.program), limit, options.allow)

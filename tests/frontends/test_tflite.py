@@ -181,6 +181,12 @@ def _run(path: Path) -> list[Any]:
     return [interpreter.get_tensor(d["index"]) for d in interpreter.get_output_details()]
 
 
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.tflite")), ids=lambda p: p.stem)
+def test_a_budget_that_cannot_be_met_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(path), "--budget", "1"]) == 1
+    assert "no plan can meet the budget of 1 B" in capsys.readouterr().err
+
+
 def test_what_is_not_an_order_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = sources.read_tflite(DATA / "loop.tflite")
     plan = api.plan(program.graph).plan

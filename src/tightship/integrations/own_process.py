@@ -26,7 +26,7 @@ _CODE: Final = "import sys; from tightship.integrations.own_process import _answ
 
 
 class Crashed(Exception):
-    """The process ended without an answer; the text says how, such as ``SIGSEGV``."""
+    """The process ended without an answer; the text says how, such as ``SIGSEGV``, or what nobody had foreseen."""
 
 
 def own_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -63,6 +63,8 @@ def _answer(folder: str) -> None:
         answer = False, getattr(importlib.import_module(module), name)(*args, **kwargs)
     except TightshipError as error:
         answer = True, error
+    except Exception as error:  # of a class that may not be known here
+        answer = True, Crashed(f"{type(error).__name__}: {error}")
     part = Path(folder) / "part"
     part.write_bytes(pickle.dumps(answer))
     part.rename(Path(folder) / "answer")
