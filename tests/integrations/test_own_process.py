@@ -39,12 +39,17 @@ def test_what_it_returns_and_raises_comes_back(module, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [("crashes", "SIGSEGV"), ("leaves", "status 7"), ("fails", "KeyError: 'unforeseen'")]
-)
+@pytest.mark.parametrize(("name", "how"), [("crashes", "SIGSEGV"), ("leaves", "status 7")])
 def test_an_end_without_an_answer_is_said(module, name, how, capfd):
     with pytest.raises(Crashed, match=how):
         own_process(getattr(module, name))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_nobody_had_foreseen_is_no_crash(module, capfd):
+    with pytest.raises(RuntimeError, match="KeyError: 'unforeseen'") as found:
+        own_process(module.fails)
+    assert "called_outside.py" in found.value.__notes__[0]
     assert capfd.readouterr() == ("", "")
 
 

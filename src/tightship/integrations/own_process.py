@@ -11,6 +11,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
@@ -26,12 +27,12 @@ _CODE: Final = "import sys; from tightship.integrations.own_process import _answ
 
 
 class Crashed(Exception):
-    """The process ended without an answer; the text says how, such as ``SIGSEGV``, or what nobody had foreseen."""
+    """The process ended without an answer; the text says how, such as ``SIGSEGV``."""
 
 
 def own_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """``function(*args, **kwargs)``, a function of a module, in a process of its own. Raises ``Crashed``, and the
-    ``TightshipError`` that it raises."""
+    """``function(*args, **kwargs)``, a function of a module, in a process of its own. Raises ``Crashed``, the
+    ``TightshipError`` that it raises, and ``RuntimeError`` for any other error of its own."""
     with scratch_folder() as folder:
         call = (function.__module__, function.__name__, args, kwargs)
         (folder / "call").write_bytes(pickle.dumps(call))
@@ -63,8 +64,10 @@ def _answer(folder: str) -> None:
         answer = False, getattr(importlib.import_module(module), name)(*args, **kwargs)
     except TightshipError as error:
         answer = True, error
-    except Exception as error:  # of a class that may not be known here
-        answer = True, Crashed(f"{type(error).__name__}: {error}")
+    except Exception as error:  # of a class that may not be there where it is read
+        unforeseen = RuntimeError(f"{type(error).__name__}: {error}")
+        unforeseen.add_note(traceback.format_exc())
+        answer = True, unforeseen
     part = Path(folder) / "part"
     part.write_bytes(pickle.dumps(answer))
     part.rename(Path(folder) / "answer")
