@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from tightship.execute.data_parallel import DataParallel
     from tightship.execute.estimate import Estimate, EstimateOptions
     from tightship.execute.infer import Inference
-    from tightship.execute.prepared import Planner
+    from tightship.execute.settings import Planner
     from tightship.execute.train_step import TrainStep
     from tightship.frontends.torch.structure import LossFn, Pad
     from tightship.integrations.ways import Ways

@@ -19,7 +19,7 @@ from worker import adamw, batches, caught, digest, loss_of, model
 
 import tightship
 from tightship.errors import Infeasible
-from tightship.execute import data_parallel, prepared, ranks, train_step, train_variants
+from tightship.execute import data_parallel, planned_together, prepared, ranks, train_step, train_variants
 from tightship.frontends.torch import collectives
 from tightship.frontends.torch.rerun.live_step import Asked
 
@@ -29,7 +29,7 @@ IN_FIT: dict[str, tuple[Any, str]] = {
     "capture": (train_variants, "run_code"),
     "profile": (prepared, "profile"),
     "plan": (train_variants.TrainVariants, "_planned"),
-    "verification": (train_variants, "read"),
+    "verification": (planned_together, "read"),
     "reservation": (train_variants.TrainVariants, "_bound"),
     "first messages": (collectives, "running"),
 }

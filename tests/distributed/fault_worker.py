@@ -19,7 +19,7 @@ from worker import ROWS, adamw, batches, caught, loss_of, main, model
 
 import tightship
 from tightship.errors import BadInput, Infeasible
-from tightship.execute import prepared, ranks, roll_call, train_variants
+from tightship.execute import planned_together, prepared, ranks, roll_call, train_variants
 from tightship.frontends.torch import collectives, compat_distributed
 
 Fault = Callable[..., Any]
@@ -131,7 +131,7 @@ MENDED: dict[str, Callable[[], Any]] = {
     "no memory in profile": in_fit(0, prepared, "profile", MemoryError("no memory")),
     "raise in plan": in_fit(0, train_variants.TrainVariants, "_planned", ValueError("a bug in planning")),
     "infeasible": in_fit(0, train_variants.TrainVariants, "_planned", no_plan()),
-    "raise in verification": in_fit(1, train_variants, "read", BadInput("a plan that breaks a rule")),
+    "raise in verification": in_fit(1, planned_together, "read", BadInput("a plan that breaks a rule")),
     "no memory for the arena": in_fit(
         1, train_variants.TrainVariants, "_bound", MemoryError("cannot reserve")
     ),

@@ -22,7 +22,7 @@ from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.optimizer.updates import Updater, state_at
 from tightship.frontends.torch.program import Slot, dtype_of, tensors_in
-from tightship.frontends.torch.rerun.function_trace import name_of
+from tightship.frontends.torch.rerun.arguments import name_of
 from tightship.graph import Value, aligned
 from tightship.process_local import NotCopied
 

@@ -13,9 +13,9 @@ import torch
 from tightship.errors import BadInput
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.containers import contents
-from tightship.frontends.torch.optimizer.copy import parameters_of
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.optimizer.given import settings as optimizer_settings
+from tightship.frontends.torch.optimizer.tensors import parameters_of
 from tightship.frontends.torch.optimizer.updates import state_at
 from tightship.frontends.torch.program import Program
 from tightship.process_local import NotCopied

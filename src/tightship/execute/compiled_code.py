@@ -25,16 +25,17 @@ from tightship.execute.compiled_step_search import StepSearch
 from tightship.execute.interpreter import RunStats, report
 from tightship.execute.interrupts import Updating
 from tightship.execute.kept_code import Choice, KeptCode
-from tightship.execute.prepared import Settings
 from tightship.execute.script import device_of
+from tightship.execute.settings import Settings
 from tightship.frontends.torch import compat_inductor, compat_optimizers
 from tightship.frontends.torch.capture.data_guards import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, flatten_program
 from tightship.frontends.torch.capture.number_inputs import OpNumber, takes
 from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.compat_inductor import Lower, Lowered, Outdated
-from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
+from tightship.frontends.torch.optimizer.copy import bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.given import independent
+from tightship.frontends.torch.optimizer.tensors import Path
 from tightship.frontends.torch.optimizer.updates import Member, Updater, state_at
 from tightship.frontends.torch.program import Program
 from tightship.graph import aligned, alignment_of

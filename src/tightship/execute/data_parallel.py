@@ -20,8 +20,8 @@ import torch
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.parts import Loop
 from tightship.execute.parts_in_hand import PartOfGradient
-from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
+from tightship.execute.settings import Settings
 from tightship.execute.shards import (
     Part,
     Placed,

@@ -18,13 +18,8 @@ from tightship.execute.data_parallel import DataParallel, check_together
 from tightship.execute.parts import (
     Loop,
 )
-from tightship.execute.prepared import (
-    Planner,
-    Settings,
-    Silent,
-    Stages,
-)
 from tightship.execute.ranks import together
+from tightship.execute.settings import Planner, Settings, Silent, Stages
 from tightship.execute.stream import is_about
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat_ddp

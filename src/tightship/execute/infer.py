@@ -16,9 +16,10 @@ from tightship.execute.allocator import Arena
 from tightship.execute.binding import Attributes
 from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.interpreter import Executor
-from tightship.execute.prepared import Prepared, Settings, Silent, Stages, Variant
+from tightship.execute.prepared import Prepared, Variant
 from tightship.execute.replaced import Knows, Replaced
 from tightship.execute.script import device_of
+from tightship.execute.settings import Settings, Silent, Stages
 from tightship.frontends.torch.capture.step import capture_forward, module_of
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.structure import flatten, map_leaves

@@ -13,10 +13,9 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from tightship.execute.heap import ONLY_ON_HEAP, faster_on_heap, on_cpu, plan_on
 from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
+from tightship.execute.settings import Settings
 from tightship.execute.split import Change, Choice, Splitting, advice
 from tightship.execute.stream import Streaming, least_streamed, streaming_advice
 from tightship.execute.weights import into_memory
@@ -44,13 +44,16 @@ from tightship.plan import Plan
 from tightship.planners import default
 from tightship.planners.default import STREAM
 from tightship.process_local import NotCopied, check_process
-from tightship.units import Budget, format_bytes, format_seconds
+from tightship.units import format_bytes, format_seconds
 from tightship.verify import check
 
 __all__ = [
-    "Planner", "Prepared", "Settings", "Silent", "Stages",
-    "Thrashing", "Variant", "log_plan", "within_unplanned",
-]  # fmt: skip
+    "Prepared",
+    "Thrashing",
+    "Variant",
+    "log_plan",
+    "within_unplanned",
+]
 
 _LOG = logging.getLogger("tightship.plan")
 _METRICS = {
@@ -67,52 +70,6 @@ _GONE, _RETURNS = 64, 3
 
 class Thrashing(UserWarning):
     """More kinds of batches take turns than are kept planned."""
-
-
-Planner = Callable[[Graph, int | None], Plan]
-
-
-class Stages(Protocol):
-    """Is told which stage a preparation is in, what of its ops is measured, and the best plan so far."""
-
-    def stage(self, what: str, step_time: float = 0.0) -> AbstractContextManager[None]: ...
-
-    def measured(self, count: int, of: int) -> None: ...
-
-    def planning(self, peak: int, extra: float, met: bool) -> bool: ...
-
-
-class Silent:
-    """Tells nobody."""
-
-    def stage(self, what: str, step_time: float = 0.0) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def measured(self, count: int, of: int) -> None:
-        pass
-
-    def planning(self, peak: int, extra: float, met: bool) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How kinds of batches are planned and run: ``variants`` of them are kept, ``hand_out`` and ``strict`` are as for
-    `Executor`, ``measuring`` are the arguments of `profile`, ``progress`` hears how far preparing is."""
-
-    budget: Budget | None
-    planner: Planner
-    measuring: dict[str, Any]
-    strict: bool = False
-    variants: int = 4
-    hand_out: bool = True
-    progress: Stages = field(default_factory=Silent)
-    split: str = ""
-    """Which way of splitting ops is allowed, as `split.divide_allow` says."""
-    stream: bool = False
-    """Whether parameters and optimizer state may leave memory."""
-    stream_hints: tuple[tuple[str, bool], ...] = ()
-    """As for `Streaming`."""
 
 
 @dataclass
@@ -611,6 +568,3 @@ def within_unplanned(no: Infeasible, peak: int) -> Infeasible:
     others = tuple(e for e in no.enough if e.options and e.nbytes < peak)
     own = min((e.nbytes for e in no.enough if not e.options), default=peak)
     return no.with_enough((Enough(min(own, peak)), *others))
-
-
-# --- the caller's own tensors ---

@@ -36,7 +36,7 @@ from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
 from tightship.frontends.torch import compat, compat_distributed, compat_ops
 from tightship.frontends.torch.collectives import Collective, unsent
-from tightship.frontends.torch.optimizer.copy import traits
+from tightship.frontends.torch.optimizer.attributes import traits
 from tightship.frontends.torch.optimizer.probe import BY_ITSELF
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, mismatch, refs_in

@@ -21,11 +21,9 @@ from tightship.execute.parts import (
     PartRuns,
     check_gradients,
 )
-from tightship.execute.prepared import (
-    Settings,
-    Variant,
-)
+from tightship.execute.prepared import Variant
 from tightship.execute.ranks import Ranks
+from tightship.execute.settings import Settings
 from tightship.execute.train_variants import TrainVariants, check_call
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.incremental import Ending

@@ -8,10 +8,9 @@ others: they are measured, planned and recomputed one by one.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -28,11 +27,14 @@ from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of
 from tightship.frontends.torch.split_chains import Chain, dims_of, narrowed, seen
 from tightship.frontends.torch.split_check import check_slices
 from tightship.frontends.torch.split_norm import normalized, normalized_backward
+from tightship.frontends.torch.split_order import Tag, ordered
 from tightship.frontends.torch.split_rules import SUM, Axis, Place, added_wide, cut_size, from_behind, mapped
 from tightship.frontends.torch.split_windows import slice_args, windows
 from tightship.graph import Value, aligned, alignment_of
 
-__all__ = ["split"]
+__all__ = [
+    "split",
+]
 
 aten = torch.ops.aten
 
@@ -58,20 +60,6 @@ def split(
 
 _OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
 """What writes its result into a place that is there already."""
-
-
-_Part = tuple[int, int] | None
-"""Chain and slice whose part of a whole is touched; None: all of it."""
-
-
-@dataclass
-class _Tag:
-    """Where a record of the new program comes from: the chain, by its seed, and the slice (-1: none). ``parts`` are
-    the whole storages of which it touches nothing but the slice's part."""
-
-    chain: int
-    slice: int
-    parts: frozenset[int] = field(default=frozenset())
 
 
 @dataclass
@@ -105,7 +93,7 @@ class _Splitter:
         self.mode = compat.fake_mode()
         self.tracker = Tracker({})
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
-        self.tags: list[_Tag] = []
+        self.tags: list[Tag] = []
         self.home: dict[int, int] = {}  # storages of the tape by those of the program
         self.flat: dict[int, torch.Tensor] = {}  # a fake tensor in a storage of the tape
         self.part: dict[tuple[int, int], torch.Tensor] = {}  # by storage and slice
@@ -131,7 +119,7 @@ class _Splitter:
                 self.label(k, first)
             elif k not in self.seed:
                 self.plain(k)
-        self.tape.records = _ordered(self.tape, self.tags)
+        self.tape.records = ordered(self.tape, self.tags)
         check_slices(self.old, self.tape, self.tape.records, self.made_from)
         results = [self.value(v) for v in self.old.results]
         losses = [self.value(v) for v in self.old.results if self.kind(v) == "output"]
@@ -265,7 +253,7 @@ class _Splitter:
         r.origin, r.asked = Origin(op.module, op.source), self.old.asked[k] if self.old.asked else -1
         r.samples = self.old.samples.get(k, {})
         self.tape.records.append(r)
-        self.tags.append(_Tag(-1, -1))
+        self.tags.append(Tag(-1, -1))
 
     def moved(self, call: Call) -> Call:
         args, kwargs = substitute((call.args, call.kwargs), lambda v: Ref(self.value(v)))
@@ -279,7 +267,7 @@ class _Splitter:
         touched = frozenset(self.home[s] for s in parts if s in self.home)
         chain = self.seed.get(k, -1)
         for r in self.tape.records[first:]:
-            self.tags.append(_Tag(chain, i, touched))
+            self.tags.append(Tag(chain, i, touched))
             self.put_in_place(r)
 
     def put_in_place(self, r: Record) -> None:
@@ -539,103 +527,3 @@ class _Splitter:
             if call.args[3] == 1:
                 loss = aten.div.Tensor(loss, total)
             self.become(call.results[0], aten._to_copy.default(loss, dtype=dtype))
-
-
-# --- the order of the ops -------------------------------------------------------------------------------------
-
-
-def _ordered(tape: Tape, tags: Sequence[_Tag]) -> list[Record]:
-    """The records, slice by slice as far as they need nothing of other slices: what slices wait for first, then each
-    slice's ops as soon as they can run, then the rest."""
-    records = tape.records
-    after = _followers(tape, tags)
-    waits = [0] * len(records)
-    for row in after:
-        for j in row:
-            waits[j] += 1
-    cut = [tag.slice >= 0 for tag in tags]
-    behind, before = _reached(after, cut), _reached(_reversed(after), cut)
-
-    def key(j: int) -> tuple[int, int, int]:
-        if cut[j]:
-            return 1, tags[j].slice, j
-        return (0, 0, j) if before[j] and not behind[j] else (2, 0, j)
-
-    ready = [key(j) for j in range(len(records)) if not waits[j]]
-    heapq.heapify(ready)
-    order: list[Record] = []
-    while ready:
-        j = heapq.heappop(ready)[2]
-        order.append(records[j])
-        for n in after[j]:
-            waits[n] -= 1
-            if not waits[n]:
-                heapq.heappush(ready, key(n))
-    return _allocated_late(tape, order)
-
-
-def _allocated_late(tape: Tape, order: Sequence[Record]) -> list[Record]:
-    """Wholes that slices write into are there from the first of these on."""
-    waiting = {tape.storage(r.results[0]): r for r in order if r.fn is aten.empty_strided.default}
-    rows: list[Record] = []
-    for r in order:
-        if r.fn is aten.empty_strided.default:
-            continue
-        for s in dict.fromkeys((*r.writes, *(tape.storage(v) for v in r.reads))):
-            if s in waiting:
-                rows.append(waiting.pop(s))
-        rows.append(r)
-    return [*waiting.values(), *rows]
-
-
-def _reversed(after: Sequence[Sequence[int]]) -> list[list[int]]:
-    rows: list[list[int]] = [[] for _ in after]
-    for j, row in enumerate(after):
-        for n in row:
-            rows[n].append(j)
-    return rows
-
-
-def _reached(after: Sequence[Sequence[int]], start: Sequence[bool]) -> list[bool]:
-    """What can be reached from the marked ones."""
-    found = [False] * len(after)
-    work = [n for j, marked in enumerate(start) if marked for n in after[j]]
-    while work:
-        j = work.pop()
-        if not found[j]:
-            found[j] = True
-            work += after[j]
-    return found
-
-
-def _followers(tape: Tape, tags: Sequence[_Tag]) -> list[list[int]]:
-    """Which records have to run behind each: readers behind what has written before, writers behind both. Slices that
-    touch their own parts of a whole are in nobody's way. Random ops and effects keep their order."""
-    after: list[set[int]] = [set() for _ in tags]
-    writes: dict[int, list[tuple[int, _Part]]] = {}  # by storage: record, and the part that it writes
-    reads: dict[int, list[tuple[int, _Part]]] = {}
-    chained = -1
-    for j, (r, tag) in enumerate(zip(tape.records, tags, strict=True)):
-
-        def part(s: int, tag: _Tag = tag) -> _Part:
-            return (tag.chain, tag.slice) if s in tag.parts else None
-
-        def behind(rows: list[tuple[int, _Part]], p: _Part, j: int = j) -> None:
-            for n, q in rows:
-                if n != j and (p is None or q is None or p[0] != q[0] or p == q):
-                    after[n].add(j)
-
-        read = {tape.storage(v) for v in r.reads}
-        written = {tape.storage(v) for v in r.results if v >= 0} | set(r.writes)
-        for s in read | written:
-            behind(writes.get(s, []), part(s))
-        for s in written:
-            behind(reads.get(s, []), part(s))
-            writes.setdefault(s, []).append((j, part(s)))
-        for s in read:
-            reads.setdefault(s, []).append((j, part(s)))
-        if r.random or r.effect:
-            if chained >= 0:
-                after[chained].add(j)
-            chained = j
-    return [sorted(row) for row in after]

@@ -27,8 +27,9 @@ from tightship.frontends.torch.capture.number_inputs import OpNumber, computed
 from tightship.frontends.torch.capture.whole_ops import Told, called_whole, is_whole, told_by
 from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.compiled_collectives import as_ops
-from tightship.frontends.torch.optimizer.copy import Path, bare
+from tightship.frontends.torch.optimizer.copy import bare
 from tightship.frontends.torch.optimizer.given import each, independent
+from tightship.frontends.torch.optimizer.tensors import Path
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Program, Ref, dtype_of, flat, refs_in, substitute
 from tightship.graph import Value

@@ -1,12 +1,10 @@
-"""Copies of an optimizer on other tensors; and what its step keeps beside tensors: groups and attributes."""
+"""Copies of an optimizer on other tensors: its step, rehearsed, and a parameter at a time."""
 
 from __future__ import annotations
 
 import copy
 import random
-import sys
-import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,11 +13,19 @@ import numpy as np
 import torch
 
 from tightship.frontends.torch import compat, compat_optimizers
+from tightship.frontends.torch.optimizer.attributes import (
+    OWN,
+    Plain,
+    copy_plain,
+    is_hooks,
+    numbers_of,
+    plain_part,
+    set_numbers,
+)
+from tightship.frontends.torch.optimizer.tensors import parameters_of
 
 __all__ = [
     "Disagreement",
-    "Path",
-    "Plain",
     "Rehearsal",
     "Rows",
     "Term",
@@ -27,29 +33,11 @@ __all__ = [
     "bare",
     "blank_term",
     "copied",
-    "inside",
-    "kept_by_path",
-    "kept_tensors",
-    "moved_out",
-    "numbers_of",
-    "parameters_of",
-    "plain_part",
     "random_states",
     "random_untouched",
-    "set_numbers",
     "sparse_gradient",
     "stepped",
-    "traits",
-    "unchanged_globals",
-    "why_not_plain",
 ]
-
-
-Plain = tuple[dict[str, Any], list[dict[str, Any]]]
-"""Attributes of an optimizer and its groups without their parameters, values of Python alone."""
-
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
-_OWN = {"state", "param_groups", "step"}  # a scheduler's step counts calls of the real optimizer
 
 
 def stepped(
@@ -76,7 +64,7 @@ def bare(optimizer: Any) -> Any:
     cls: Any = type(optimizer)
     made = cls.__new__(cls)
     for name, value in vars(optimizer).items():
-        if _is_hooks(name):
+        if is_hooks(name):
             made.__dict__[name] = type(value)()
     return made
 
@@ -116,11 +104,11 @@ def _copied(optimizer: Any, memo: dict[int, Any], left_out: frozenset[int]) -> A
         rows = [(k, x) for k, x in state.items() if id(k) not in left_out]
         memo[id(state)] = defaultdict(dict, {copy.deepcopy(k, memo): copy.deepcopy(x, memo) for k, x in rows})
     for name, value in vars(optimizer).items():
-        if not _is_hooks(name) and name != "step":
+        if not is_hooks(name) and name != "step":
             made.__dict__[name] = copy.deepcopy(value, memo)
     ids = {id(p): id(q) for p in parameters_of(optimizer) if (q := memo.get(id(p))) is not None}
     for name, value in vars(made).items():
-        if name not in _OWN:
+        if name not in OWN:
             made.__dict__[name] = _with_ids(value, ids)
     return made
 
@@ -276,194 +264,6 @@ def _normal_tile(dtype: torch.dtype) -> torch.Tensor:
     return _tiles[dtype]
 
 
-def _is_hooks(name: str) -> bool:
-    return name.startswith("_optimizer_") and name.endswith("_hooks")
-
-
-# --- the tensors that it keeps --------------------------------------------------------------------------------
-
-
-class Path(tuple[tuple[str, Any], ...]):
-    """Where a tensor stands inside something: attributes, keys and indices, and keys that are parameters or the ids
-    of such (by their number), one after the other."""
-
-    def __str__(self) -> str:
-        return "".join(f".{key}" if how == "attribute" else f"[{key!r}]" for how, key in self)
-
-    def find(self, tree: Any, params: Sequence[torch.Tensor] = ()) -> Any:
-        """What stands there now; None if nothing does."""
-        try:
-            for how, key in self:
-                if how == "attribute":
-                    tree = vars(tree)[key]
-                    continue
-                at = params[key] if how != "key" else key
-                at = id(at) if how == "id" else at
-                if isinstance(tree, Mapping) and at not in tree:  # a defaultdict would make an entry
-                    return None
-                tree = tree[at]
-        except (KeyError, IndexError, TypeError):
-            return None
-        return tree
-
-
-def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    """Every parameter of every group, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def kept_by_path(optimizer: Any) -> dict[Path, torch.Tensor]:
-    """The tensors in the optimizer's state, groups and attributes, parameters left out; each once."""
-    params = parameters_of(optimizer)
-    return dict(_walk(vars(optimizer), Path(), {id(p): k for k, p in enumerate(params)}, {*map(id, params)}))
-
-
-def inside(tree: Any) -> dict[Path, torch.Tensor]:
-    """The tensors inside what an optimizer keeps for a parameter: in lists, mappings and objects."""
-    return dict(_walk(tree, Path(), {}, set()))
-
-
-def kept_tensors(optimizer: Any) -> list[torch.Tensor]:
-    """As `kept_by_path`, without the paths."""
-    return list(kept_by_path(optimizer).values())
-
-
-def _copy_of_storage(tensor: torch.Tensor) -> Any:
-    """From torch's allocator, which a storage's own clone does not ask."""
-    old = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return old.clone().untyped_storage()
-
-
-def _walk(
-    tree: Any, path: Path, numbers: Mapping[int, int], seen: set[int]
-) -> Iterator[tuple[Path, torch.Tensor]]:
-    if isinstance(tree, _SCALARS) or id(tree) in seen:
-        return
-    seen.add(id(tree))
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-        return
-    rows: Iterable[tuple[tuple[str, Any], Any]] = ()
-    if isinstance(tree, Mapping):
-        rows = [(_step_to(k, numbers), x) for k, x in tree.items()]
-    elif isinstance(tree, (list, tuple, deque)):
-        rows = [(("key", k), x) for k, x in enumerate(tree)]
-    elif hasattr(tree, "__dict__") and not isinstance(tree, _NOT_WALKED):
-        rows = [(("attribute", k), x) for k, x in vars(tree).items()]
-    for step, x in rows:
-        yield from _walk(x, Path((*path, step)), numbers, seen)
-
-
-def _step_to(key: Any, numbers: Mapping[int, int]) -> tuple[str, Any]:
-    if id(key) in numbers:
-        return "parameter", numbers[id(key)]
-    return ("id", numbers[key]) if type(key) is int and key in numbers else ("key", key)
-
-
-_NOT_WALKED = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.Module)
-
-
-def moved_out(optimizer: Any) -> None:
-    """Puts what the optimizer keeps into storages of its own, each tensor staying the object that it is."""
-    params = parameters_of(optimizer)
-    own = {compat.storage_key(p) for p in params}
-    moved: dict[int, Any] = {}
-    for t in kept_tensors(optimizer):
-        key = compat.storage_key(t)
-        if key not in own:
-            if key not in moved:
-                moved[key] = _copy_of_storage(t)
-            blank = torch.empty(0, dtype=t.dtype, device=t.device)
-            t.data = blank.set_(moved[key], t.storage_offset(), t.shape, t.stride())
-
-
-# --- counters -------------------------------------------------------------------------------------------------
-
-
-def _homes(optimizer: Any, params: Sequence[Any]) -> list[Any]:
-    states = [optimizer.state[p] for p in params if p in optimizer.state]
-    return [vars(optimizer), *optimizer.param_groups, *(s for s in states if isinstance(s, dict))]
-
-
-def numbers_of(optimizer: Any, params: Sequence[Any]) -> dict[tuple[int, Any], float]:
-    """Every single number in attributes, groups and state, by home and name."""
-    found: dict[tuple[int, Any], float] = {}
-    for k, home in enumerate(_homes(optimizer, params)):
-        for name, x in home.items():
-            if isinstance(x, torch.Tensor):
-                single = x.dim() == 0 and not x.is_complex()
-            else:
-                single = isinstance(x, (int, float)) and not isinstance(x, bool)
-            if single:
-                found[k, name] = float(x)
-    return found
-
-
-def set_numbers(optimizer: Any, params: Sequence[Any], names: Sequence[tuple[int, Any]], value: int) -> None:
-    homes = _homes(optimizer, params)
-    for k, name in names:
-        x = homes[k][name]
-        if isinstance(x, torch.Tensor):
-            x.fill_(value)
-        else:
-            homes[k][name] = type(x)(value)
-
-
-# --- groups and attributes ------------------------------------------------------------------------------------
-
-
-def plain_part(optimizer: Any) -> Plain:
-    """A copy of the optimizer's attributes and groups; `why_not_plain` must have had nothing to say."""
-    attributes = {n: _copy(x) for n, x in vars(optimizer).items() if n not in _OWN and not _is_hooks(n)}
-    groups = [{n: _copy(x) for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
-    return attributes, groups
-
-
-def traits(optimizer: Any) -> tuple[Any, ...]:
-    """What else than its groups may decide what an optimizer does: plain attributes, and the same of optimizers
-    inside of it."""
-    rows: list[Any] = []
-    for name, value in sorted(vars(optimizer).items()):
-        if name in _OWN or _is_hooks(name):
-            continue
-        if isinstance(value, torch.optim.Optimizer):
-            groups = [{n: repr(x) for n, x in g.items() if n != "params"} for g in value.param_groups]
-            rows.append((name, type(value).__qualname__, groups, traits(value)))
-        else:
-            rows.append((name, repr(value) if _is_plain(value) else type(value).__qualname__))
-    return tuple(rows)
-
-
-def why_not_plain(optimizer: Any) -> str | None:
-    """Which attribute or group value is no value of Python alone, such as a tensor or a function; None if none is."""
-    for name, value in vars(optimizer).items():
-        if name not in _OWN and not _is_hooks(name) and not _is_plain(value):
-            return f"its attribute {name!r} holds a {type(value).__name__}"
-    for k, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if name != "params" and not _is_plain(value):
-                return f"{name!r} of group {k} holds a {type(value).__name__}"
-    return None
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return type(value) is dict and all(_is_plain(x) for kv in value.items() for x in kv)
-    if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(map(_is_plain, value))
-    if isinstance(value, types.FunctionType):
-        return value.__closure__ is None  # what it is given is all it knows
-    return isinstance(value, _SCALARS)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _copy(x) for k, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copy, value))
-    return value
-
-
 class Turns:
     """An optimizer's step, a parameter at a time.
 
@@ -500,10 +300,10 @@ class Turns:
     def _alone(self, group: int, param: torch.Tensor) -> Any:
         one = bare(self.optimizer)
         attributes, groups = self._before
-        one.__dict__.update({n: _copy(x) for n, x in attributes.items()})
+        one.__dict__.update({n: copy_plain(x) for n, x in attributes.items()})
         one.state = self.optimizer.state
         one.param_groups = [
-            {"params": [param] if k == group else []} | {n: _copy(x) for n, x in g.items()}
+            {"params": [param] if k == group else []} | {n: copy_plain(x) for n, x in g.items()}
             for k, g in enumerate(groups)
         ]
         return one
@@ -574,26 +374,3 @@ def random_states() -> tuple[Any, ...]:
     numbers = [bytes(g.get_state().numpy()) for g in compat.generators()]
     name, keys, *more = np.random.get_state()
     return (*numbers, random.getstate(), name, bytes(keys), *more)  # type: ignore[arg-type]
-
-
-@contextmanager
-def unchanged_globals(optimizer: Any) -> Iterator[list[str]]:
-    """Puts back what its classes and their modules count; yields a list that then names what was changed."""
-    classes = [
-        c for c in type(optimizer).__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")
-    ]
-    modules = {c.__module__: sys.modules.get(c.__module__) for c in classes}
-    homes: list[Any] = [*classes, *(m for m in modules.values() if m is not None)]
-    before = [
-        {n: _copy(x) for n, x in vars(home).items() if not n.startswith("__") and _is_plain(x)}
-        for home in homes
-    ]
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        for home, was in zip(homes, before, strict=True):
-            for n, x in was.items():
-                if repr(vars(home).get(n)) != repr(x):
-                    setattr(home, n, x)
-                    changed.append(f"{home.__name__}.{n}")

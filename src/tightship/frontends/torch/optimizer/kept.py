@@ -10,19 +10,16 @@ import torch
 
 from tightship.frontends.torch import compat, compat_optimizers
 from tightship.frontends.torch.optimizer.copy import (
-    Path,
     Rows,
     blank_term,
     copied,
-    inside,
-    kept_by_path,
-    kept_tensors,
     random_untouched,
     sparse_gradient,
     stepped,
 )
 from tightship.frontends.torch.optimizer.given import independent
 from tightship.frontends.torch.optimizer.probe import does_not_run
+from tightship.frontends.torch.optimizer.tensors import Path, inside, kept_by_path, kept_tensors
 
 __all__ = ["Kept", "Row", "blank_state", "is_blank", "rehearsed"]
 

@@ -20,19 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_ops, compat_optimizers
+from tightship.frontends.torch.optimizer.attributes import (
+    numbers_of,
+    plain_part,
+    set_numbers,
+    unchanged_globals,
+    why_not_plain,
+)
 from tightship.frontends.torch.optimizer.copy import (
     Disagreement,
     Turns,
     bare,
     copied,
-    numbers_of,
-    plain_part,
     random_states,
     random_untouched,
-    set_numbers,
     stepped,
-    unchanged_globals,
-    why_not_plain,
 )
 from tightship.frontends.torch.program import tensors_in
 

@@ -14,14 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from tightship.frontends.torch.optimizer.copy import (
-    Disagreement,
-    plain_part,
-    random_states,
-    random_untouched,
-    stepped,
-    unchanged_globals,
-)
+from tightship.frontends.torch.optimizer.attributes import plain_part, unchanged_globals
+from tightship.frontends.torch.optimizer.copy import Disagreement, random_states, random_untouched, stepped
 from tightship.frontends.torch.optimizer.probe import (
     DRAWS,
     Flow,

@@ -20,14 +20,11 @@ from tightship.errors import BadInput, Unplannable, Unsupported
 from tightship.frontends.torch import compat_optimizers
 from tightship.frontends.torch.optimizer.copy import (
     Disagreement,
-    Path,
     Rehearsal,
     Rows,
     Term,
     Turns,
     bare,
-    moved_out,
-    parameters_of,
     sparse_gradient,
     stepped,
 )
@@ -38,6 +35,7 @@ from tightship.frontends.torch.optimizer.probe import (
     needs_closure,
     why_together,
 )
+from tightship.frontends.torch.optimizer.tensors import Path, moved_out, parameters_of
 from tightship.graph import aligned
 
 __all__ = ["Member", "SeveralUpdates", "Updater", "Updates", "state_at", "updaters"]

@@ -31,15 +31,9 @@ from tightship.frontends.torch.capture.incremental import Ending, StepCapture
 from tightship.frontends.torch.capture.random_state import random_state_watched
 from tightship.frontends.torch.capture.state_restore import Change, Leftovers, stand_ins_in
 from tightship.frontends.torch.program import Program, tensors_in
-from tightship.frontends.torch.rerun.function_trace import (
-    FunctionTrace,
-    Inner,
-    add_hook,
-    map_tensors,
-    name_of,
-    nowhere,
-    write_back,
-)
+from tightship.frontends.torch.rerun.arguments import map_tensors, name_of
+from tightship.frontends.torch.rerun.execution import Inner
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, add_hook, nowhere, write_back
 from tightship.frontends.torch.rerun.numbers import Renumbering, with_numbers_at
 from tightship.frontends.torch.rerun.outcome import settled_key
 from tightship.frontends.torch.rerun.rerun import READS, SHOWN, Rerun

@@ -18,13 +18,8 @@ from tightship.frontends.torch import compat, compat_calls, compat_capture
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Tape, Tracker
 from tightship.frontends.torch.program import Call, Program, leaves_in, map_tree, tensors_in
-from tightship.frontends.torch.rerun.function_trace import (
-    ExecutionState,
-    FunctionCall,
-    FunctionTrace,
-    form,
-    map_tensors,
-)
+from tightship.frontends.torch.rerun.arguments import map_tensors
+from tightship.frontends.torch.rerun.function_trace import ExecutionState, FunctionCall, FunctionTrace, form
 
 __all__ = ["Renumbering", "numbers_of", "with_numbers_at"]
 

@@ -20,20 +20,21 @@ from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_calls, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
 from tightship.frontends.torch.program import tensors_in
-from tightship.frontends.torch.rerun.function_trace import (
+from tightship.frontends.torch.rerun.arguments import (
     Arguments,
-    Capturing,
-    Execution,
-    ExecutionState,
-    FunctionCall,
-    FunctionTrace,
-    add_hook,
-    form,
     map_tensors,
     name_of,
     own_containers,
     plainly_same,
     same_plain,
+)
+from tightship.frontends.torch.rerun.execution import Capturing, Execution
+from tightship.frontends.torch.rerun.function_trace import (
+    ExecutionState,
+    FunctionCall,
+    FunctionTrace,
+    add_hook,
+    form,
     unknown,
     write_back,
 )
