@@ -31,7 +31,7 @@ from tightship.execute.agreement import (
 )
 from tightship.execute.binding import form_of
 from tightship.execute.cache import KeptPlans
-from tightship.execute.data_parallel import DataParallel, Replicas
+from tightship.execute.data_parallel import DataParallel
 from tightship.execute.interrupts import Updating
 from tightship.execute.parts import (
     Loop,
@@ -47,6 +47,7 @@ from tightship.execute.prepared import (
 )
 from tightship.execute.ranks import Ranks
 from tightship.execute.replaced import Knows, Replaced, has_own_bytes, own_bytes
+from tightship.execute.replicas import Replicas
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
 from tightship.frontends.torch import compat_ddp, compat_distributed, compat_ops
