@@ -4,6 +4,7 @@ gradient is averaged with that of other ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,10 @@ class Part(Gathering):
     shape: torch.Size
     divided: tuple[str, ...]
     """The groups, by name, whose ranks have different ones, those of them that follow from others' parts last."""
+    before: weakref.ref[Any] | None = None
+    """The DTensor whose place the part has taken, in the same memory: code may hold it (an optimizer of its own)."""
+    lent = False
+    """Whether that has been given the part's gradient."""
 
     def read(self, part: torch.Tensor) -> torch.Tensor:
         return super().read(part) if self.is_part(part) else self.given(part)
@@ -106,6 +111,35 @@ class Part(Gathering):
         if part.grad is not None:
             made.grad = self.distributed(part.grad.detach().as_subclass(torch.Tensor))
         return made
+
+    def replaces(self, parameter: Any, part: torch.Tensor) -> None:
+        """Takes over the gradient of a DTensor in whose place the part is from now on."""
+        self.before = weakref.ref(parameter)
+        if parameter.grad is not None:
+            part.grad, self.lent = self.part_of(parameter.grad), True
+
+    def lend(self, part: torch.Tensor) -> None:
+        """Gives the part's gradient, in the same memory, to whoever holds the DTensor that was there before."""
+        known = None if self.before is None else self.before()
+        if known is not None:
+            gradient = None if part.grad is None else part.grad.detach().as_subclass(torch.Tensor)
+            known.grad = None if gradient is None else self.distributed(gradient)
+            self.lent = gradient is not None
+
+    def take_back(self, part: torch.Tensor) -> None:
+        """Does with the part's gradient what was done with the one that was lent."""
+        known = None if self.before is None or not self.lent else self.before()
+        self.lent = False
+        if known is None:
+            return
+        if known.grad is None or part.grad is None:
+            known.grad = part.grad = None
+        elif known.grad.to_local().data_ptr() != part.grad.data_ptr():
+            part.grad.copy_(self.part_of(known.grad))
+
+    def part_of(self, t: Any) -> torch.Tensor:
+        """This rank's part of a DTensor that lies as the parameter does, in memory of its own."""
+        raise NotImplementedError
 
     def saved(self, t: Any) -> Any:
         """What a state dict has for a part; anything else as it is."""
@@ -220,6 +254,9 @@ class Shard(Part):
             t = t.full_tensor()
         return self.part(t if self.placed is None else self.placed.loaded(t))
 
+    def part_of(self, t: Any) -> torch.Tensor:
+        return self.filled(t.detach().to_local())
+
     def _lies_alike(self, t: Any) -> bool:
         """Whether a DTensor has this rank's part where it lies."""
         if self.spec is not None and self.spec[0].ndim > 1:
@@ -279,6 +316,10 @@ class Placed(Part):
         else:
             given = distribute_tensor(t.full_tensor(), self.mesh, self.placements, src_data_rank=None)
         return given.to_local().clone()
+
+    def part_of(self, t: Any) -> torch.Tensor:
+        own: torch.Tensor = t.detach().to_local()
+        return own.clone()
 
     @staticmethod
     def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:

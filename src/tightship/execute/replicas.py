@@ -182,6 +182,8 @@ class Replicas(NotCopied):
     def hand_out(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of parts, to the caller, until `take_back`."""
         for n, p in parameters:
+            if n in self.shards:
+                self.shards[n].lend(p)
             if n in self.shards and self.shards[n].divided and p.grad is not None:
                 p.grad = p.grad.as_subclass(PartOfGradient)
 
@@ -190,9 +192,11 @@ class Replicas(NotCopied):
         return self.shards[name].seen(parameter) if name in self.shards else parameter
 
     def take_back(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for _, p in parameters:
+        for n, p in parameters:
             if isinstance(p.grad, PartOfGradient):
                 p.grad = p.grad.as_subclass(torch.Tensor)
+            if n in self.shards:
+                self.shards[n].take_back(p)
 
     def read_once(self) -> AbstractContextManager[None]:
         """Inside, each parameter is gathered once, however often the code reads it."""

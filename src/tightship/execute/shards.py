@@ -162,6 +162,7 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
         shard.stays, shard.outermost = row.stays, row.outermost
         parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
         done[id(part)] = shard
+        shard.replaces(p, part)
         for module, name in row.places:
             module._parameters[name] = part
             chosen.setdefault(module, {})[name] = shard
@@ -185,6 +186,7 @@ def take_over_placed(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
         p = row.parameter
         parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
         done[id(part)] = way = Placed(p)
+        way.replaces(p, part)
         for module, name in row.places:
             module._parameters[name] = part
             chosen.setdefault(module, {})[name] = way
