@@ -69,5 +69,56 @@ def accumulated_before() -> Any:
     return {"refused": refused, "loss": step(given[1]).item()}
 
 
+ASKED: dict[str, Callable[[list[Any]], Any]] = {
+    "clipped": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.1),
+    "largest": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.1, norm_type=float("inf"), foreach=True),
+    "by hand": lambda ps: torch.stack([torch.norm(p.grad.detach(), 2) for p in ps]).norm(2),
+    "numbers": lambda ps: sum(p.grad.data.norm(2).item() ** 2 for p in ps),
+    "squares": lambda ps: sum((p.grad**2).sum() for p in ps).sqrt(),  # type: ignore[union-attr]
+    "absolute": lambda ps: max(p.grad.abs().max().item() for p in ps),
+    "finite": lambda ps: all(torch.isfinite(p.grad).all().item() for p in ps),
+    "mean": lambda ps: ps[0].grad.mean(),
+    "scaled": lambda ps: ps[0].grad.mul_(0.1 / torch.stack([p.grad.norm() for p in ps[:2]]).norm()).sum(),
+}
+"""What people ask of the gradients of ``model.parameters()``."""
+JOINED: Callable[[list[Any]], Any] = lambda ps: torch.cat([p.grad.view(-1) for p in ps]).norm()  # noqa: E731
+
+
+def asked_of_parts() -> Any:
+    """Questions between ``step.backward`` and ``step.update``."""
+    rows: dict[str, Any] = {}
+    for name, ask in {**ASKED, "joined": JOINED}.items():
+        rows[f"plain {name}"] = caught(lambda ask=ask: _asked(lambda m: m, [ask], "fit", shard=True))  # type: ignore[misc]
+    for how in ("eager", "fit"):
+        rows[how] = _asked(sharded, list(ASKED.values()), how)
+    rows["by row"] = _asked(lambda m: m, [lambda ps: ps[0].grad.norm(dim=-1)[0] * 0], "fit", shard=True)
+    return rows
+
+
+def _asked(wrap: Callable[[Any], Any], ways: list[Any], how: str, shard: bool = False) -> list[Any]:
+    m, given = wrap(model()), batches(3)
+    o = torch.optim.SGD(m.parameters(), 0.1)
+    parallel = tightship.DataParallel(shard=True) if shard else None
+    step: Any = None
+    if how == "fit":
+        step = tightship.fit(m, loss_of, o, given[0], "100%", split=True, parallel=parallel)
+    log: list[float] = []
+    for b in given:
+        if how == "fit":
+            step.backward(b)
+        else:
+            loss_of(m, b).backward()
+        for ask in ways:
+            found = ask(list(m.parameters()))
+            found = found.full_tensor() if hasattr(found, "full_tensor") else found
+            log.append(float(found))
+        if how == "fit":
+            step.update()
+        else:
+            o.step()
+        o.zero_grad()
+    return [log, whole(m.state_dict().values())]
+
+
 if __name__ == "__main__":
     main(globals())

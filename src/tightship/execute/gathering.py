@@ -74,6 +74,8 @@ class Part(Gathering):
     shape: torch.Size
     divided: tuple[str, ...]
     """The groups, by name, whose ranks have different ones, those of them that follow from others' parts last."""
+    by_torch = True
+    """Whether eager has a DTensor there."""
     before: weakref.ref[Any] | None = None
     """The DTensor whose place the part has taken, in the same memory: code may hold it (an optimizer of its own)."""
     lent = False

@@ -182,10 +182,12 @@ class Replicas(NotCopied):
     def hand_out(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of parts, to the caller, until `take_back`."""
         for n, p in parameters:
-            if n in self.shards:
-                self.shards[n].lend(p)
-            if n in self.shards and self.shards[n].divided and p.grad is not None:
-                p.grad = p.grad.as_subclass(PartOfGradient)
+            shard = self.shards.get(n)
+            if shard is None or p.grad is None:
+                continue
+            shard.lend(p)
+            if shard.divided:
+                p.grad = PartOfGradient.of(p.grad, shard.distributed if shard.by_torch else None)
 
     def seen(self, name: str, parameter: torch.Tensor) -> Any:
         """A parameter, of which ranks may have parts, as all of them together have it."""
