@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch_worker import sharded, whole
-from worker import ROWS, WIDTH, batches, caught, loss_of, main, model
+from worker import ROWS, WIDTH, batches, caught, digest, loss_of, main, model
 
 import tightship
 
@@ -118,6 +118,45 @@ def _asked(wrap: Callable[[Any], Any], ways: list[Any], how: str, shard: bool = 
             o.step()
         o.zero_grad()
     return [log, whole(m.state_dict().values())]
+
+
+def changed_between() -> Any:
+    """Between steps a layer is trained that was frozen, or comes to the model."""
+    rows: dict[str, Any] = {"thawed": {}, "added": {}}
+    ways: dict[str, tuple[Any, Any]] = {
+        "replicated": (lambda m: m, tightship.DataParallel()),
+        "shard": (lambda m: m, tightship.DataParallel(shard=True)),
+        "fully_shard": (sharded, None),
+    }
+    for name, (wrap, parallel) in ways.items():
+        m, given = wrap(model()), batches(4)
+        m[0].requires_grad_(False)
+        step = tightship.fit(
+            m, loss_of, torch.optim.SGD(m.parameters(), 0.1), given[0], "200%", parallel=parallel
+        )
+        losses = []
+        for k, b in enumerate(given):
+            m[0].requires_grad_(k > 1)
+            losses.append(step(b).item())
+        weights = {n: t for n, t in step.state_dict(full=True)["model"].items() if "weight" in n}
+        rows["thawed"][name] = [losses, digest(weights.values()), digest([weights["0.weight"]])]
+    first = digest([model()[0].weight])
+    rows["moved"] = all(row[2] != first for row in rows["thawed"].values())
+    for name, alike, parallel in (
+        ("replicated", True, ways["replicated"][1]),
+        ("different", False, ways["replicated"][1]),
+        ("shard", True, ways["shard"][1]),
+    ):
+        m, given = model(), batches(4)
+        o = torch.optim.SGD(m.parameters(), 0.1)
+        step = tightship.fit(m, loss_of, o, given[0], "200%", parallel=parallel)
+        step(given[0])
+        torch.manual_seed(0 if alike else dist.get_rank())
+        m.append(torch.nn.Linear(7, 7))  # type: ignore[operator]
+        o.add_param_group({"params": list(m[-1].parameters())})  # type: ignore[index]
+        errors = [caught(lambda b=b, step=step: step(b)) for b in given[1:]]  # type: ignore[misc]
+        rows["added"][name] = [[e["text"] for e in errors], digest(m[-1].parameters())]  # type: ignore[index]
+    return rows
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.execute.data_parallel import (
     DataParallel,
     TensorParallel,
@@ -128,11 +128,34 @@ class Replicas(NotCopied):
         self.shards = {names[i]: shard for i, shard in shards.items()}
         parts = {n: p for n, p in model.named_parameters() if n in self.shards and self.shards[n].divided}
         self._parts = {id(p): (n, weakref.ref(p)) for n, p in parts.items()}
-        own = [] if isinstance(parallel, TensorParallel) else model.named_parameters()
+        self._known = {n: weakref.ref(p) for n, p in model.named_parameters()}
+        self.follows = True
+        self.averaged = self._messages()
+
+    def _messages(self) -> tuple[tuple[str, ...], ...]:
+        """Which gradients of whole parameters go together."""
+        own = [] if isinstance(self.parallel, TensorParallel) else self.model.named_parameters()
         whole = [(n, p) for n, p in own if p.requires_grad and n not in self.shards]
         whole.reverse()  # gradients come in about this order
-        rows = messages([((p.dtype, p.device), p.nbytes) for _, p in whole], parallel.bucket)
-        self.averaged = tuple(tuple(whole[k][0] for k in row) for row in rows)
+        rows = messages([((p.dtype, p.device), p.nbytes) for _, p in whole], self.parallel.bucket)
+        return tuple(tuple(whole[k][0] for k in row) for row in rows)
+
+    def follow(self, ranks: Ranks) -> None:
+        """To be called when the model has other parts, or others are trained, until it ``follows``: what it raises,
+        each step raises, since ranks would train models of their own."""
+        self.follows = False
+        there = dict(self.model.named_parameters())
+        new = {n: p for n, p in there.items() if n not in self._known or self._known[n]() is not p}
+        if new and self.shards:
+            raise Unsupported(
+                f"the parameter {next(iter(new))!r}, which has come to the model since fit,",
+                "ranks have parts of the others, and nobody would average its gradient",
+                "put it there before fit",
+            )  # fmt: skip
+        if new:
+            ranks.same("parameters that have come to the model since fit", lambda: _digest(new))
+        self._known = {n: weakref.ref(p) for n, p in there.items()}
+        self.averaged, self.follows = self._messages(), True
 
     def _divided(self, optimizer: Any) -> dict[int, Part]:
         """What of the model is in parts, by the ids of these, from now on."""
@@ -252,6 +275,14 @@ class Replicas(NotCopied):
         """After ``scaler.unscale_``: a gradient that is not finite on one rank is so on all."""
         for found in compat_optimizers.found_infinite(scaler, optimizer) if self.shards else ():
             found.copy_(summed(found, self.among.group))
+
+
+def _digest(parameters: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for n, p in parameters.items():
+        digest.update(f"{n} {tuple(p.shape)} {p.dtype}".encode())
+        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return f"{', '.join(parameters)} ({digest.hexdigest()[:8]})"
 
 
 def _described(model: torch.nn.Module) -> str:

@@ -123,9 +123,13 @@ class TrainVariants(Prepared):
 
     def _renew(self) -> None:
         super()._renew()
+        if self._replicas is not None and self.ranks is not None and not self._replicas.follows:
+            self._replicas.follow(self.ranks)
         self._unshare()
 
     def _on_replaced(self) -> None:
+        if self._replicas is not None:
+            self._replicas.follows = False
         self._owned, self._updates, self._has_no_update = Owned(self.model, self._bring_back), None, False
 
     def _replacing(self, variant: Variant, tensors: list[Any], asked: Asked) -> Replaced | None:
