@@ -362,7 +362,7 @@ def _imagine(ranks: int = 0, rank: int = 0) -> None:
 
 def _divided(step: ModelStep) -> ModelStep:
     """The step of one rank of those imagined."""
-    from tightship.execute.data_parallel import imagined
+    from tightship.execute.replicas import imagined
     from tightship.frontends.torch.structure import loss_function
 
     has_loss = step.loss_fn is not None or step.optimizer is not None

@@ -19,13 +19,13 @@ from worker import adamw, batches, caught, digest, loss_of, model
 
 import tightship
 from tightship.errors import Infeasible
-from tightship.execute import data_parallel, planned_together, prepared, ranks, train_step, train_variants
+from tightship.execute import planned_together, prepared, ranks, replicas, train_step, train_variants
 from tightship.frontends.torch import collectives
 from tightship.frontends.torch.rerun.live_step import Asked
 
 IN_FIT: dict[str, tuple[Any, str]] = {
     "meeting": (ranks.Ranks, "measure"),
-    "dividing": (data_parallel, "shard_optimizer"),
+    "dividing": (replicas, "shard_optimizer"),
     "capture": (train_variants, "run_code"),
     "profile": (prepared, "profile"),
     "plan": (train_variants.TrainVariants, "_planned"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,10 +136,48 @@ def untraceable(how: str, fault: str) -> Any:
     return row
 
 
+def after_the_store() -> Any:
+    """The rank that has the store has ended, without a word, when another one fails that has run no graph yet."""
+    importlib.import_module("tightship.integrations.torch_compile")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os._exit(0)
+    time.sleep(1)
+    raise ValueError("injected")
+
+
+def as_child(folder: str) -> Any:
+    """Ranks are processes of multiprocessing, whose errors no hook of Python's is told of."""
+    kind = torch.multiprocessing.get_context("spawn")
+    ranks = [kind.Process(target=_child, args=(r, folder)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    said = json.loads(Path(folder, "said").read_text())
+    return {"statuses": [process.exitcode for process in ranks], "error": said}
+
+
+def _child(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    fault = Fault("raises", 3) if rank == 1 else nothing
+    kept = made("ddp", "loss", fault)
+    if rank == 1:
+        steps(*kept, {"loss": fault})
+    error = caught(lambda: steps(*kept, {}))
+    Path(folder, "said").write_text(json.dumps(error))
+    os._exit(0)
+
+
 class Scenarios(dict[str, Any]):
     """By ``way place fault rank visit``."""
 
     def __missing__(self, name: str) -> Any:
+        if name.startswith("child"):
+            return lambda: as_child(name.split()[1])
+        if name == "after_the_store":
+            return after_the_store
         way, place, *rest = name.split()
         if place == "untraceable":
             return lambda: untraceable(way, rest[0])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from support.ranks import run
+from support.ranks import run, started
 
 SECONDS = 15.0
 """Within which the others raise, on a machine that other tests share: the process has to end before."""
@@ -66,6 +71,38 @@ def test_a_rank_that_ends_while_others_compile_ends_them(fault: str) -> None:
 @pytest.mark.parametrize("fault", ["raises", pytest.param("killed", marks=pytest.mark.slow)])
 def test_the_rank_that_has_the_store_may_be_the_one_that_ends(fault: str) -> None:
     ends("ddp", "loss", fault, rank=0)
+
+
+def test_a_rank_that_fails_without_a_store_says_its_error_and_ends() -> None:
+    processes, read = started("after_the_store", worker="ended_worker.py")
+    try:
+        assert [p.wait(100) for p in processes] == [0, 1]  # it tried to reach the store for minutes
+    finally:
+        for p in processes:
+            p.kill()
+    _, words = read()
+    assert "ValueError: injected" in words[1]
+
+
+def test_processes_of_multiprocessing_say_their_errors_too(tmp_path: Path) -> None:
+    name = f"child {tmp_path}"
+    (*_, row) = run(name, ranks=1, ends=(0,), worker="ended_worker.py")[name]
+    assert row["statuses"] == [0, 1]
+    assert row["error"]["type"] == "PeerFailed"
+    assert "rank 1: ValueError: injected" in row["error"]["text"]
+
+
+@pytest.mark.parametrize(("size", "watched"), [("1", False), ("2", True)])
+def test_only_where_there_may_be_other_ranks_are_errors_watched_that_nobody_catches(
+    size: str, watched: bool
+) -> None:
+    code = (
+        "import sys; hook = sys.excepthook; import tightship.integrations.torch_compile; "
+        "print(sys.excepthook is not hook)"
+    )
+    env = os.environ | {"WORLD_SIZE": size}
+    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=True)
+    assert done.stdout.split() == [str(watched)]
 
 
 @pytest.mark.slow

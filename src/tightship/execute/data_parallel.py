@@ -1,4 +1,4 @@
-"""Data parallel training: each rank has a batch of its own, and all train one model.
+"""Data parallel training, as ``fit`` is asked for it: each rank has a batch of its own, and all train one model.
 
 Replicated, as DistributedDataParallel does it: each rank has all parameters, and gradients are averaged before the
 update. Sharded, as SimpleFSDP does it: each rank has a part of each parameter, its gradient and its optimizer
@@ -8,54 +8,27 @@ the step, which a plan moves, frees and (gathers) repeats like any other.
 
 from __future__ import annotations
 
-import hashlib
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from tightship.errors import BadInput, Unsupported
+from tightship.execute.gathering import Placed
 from tightship.execute.parts import Loop
-from tightship.execute.parts_in_hand import PartOfGradient
 from tightship.execute.ranks import Ranks
 from tightship.execute.settings import Settings
-from tightship.execute.shards import (
-    Part,
-    Placed,
-    Shard,
-    average_reads,
-    read_once,
-    say_parts,
-    send_together,
-    shard_model,
-    shard_optimizer,
-    shards_of,
-    take_over,
-    take_over_placed,
-)
+from tightship.execute.shards import shards_of
 from tightship.frontends.torch import compat_ddp, compat_distributed, compat_fully_shard, compat_optimizers
 from tightship.frontends.torch.capture.checks import check_model
-from tightship.frontends.torch.collectives import (
-    Division,
-    average_now,
-    broadcast,
-    messages,
-    no_split,
-    no_stream,
-    reduced,
-    summed,
-)
+from tightship.frontends.torch.collectives import Division, no_split, no_stream
 from tightship.frontends.torch.optimizer.given import each
-from tightship.frontends.torch.optimizer.kept import blank_state, is_blank
 from tightship.frontends.torch.optimizer.probe_parts import why_whole
-from tightship.frontends.torch.structure import LossFn
-from tightship.process_local import NotCopied
-from tightship.units import format_bytes
 
-__all__ = ["DataParallel", "Replicas", "check_together", "imagined", "load", "saved"]
+__all__ = [
+    "DataParallel", "TensorParallel", "as_torch_has_it", "check_elementwise", "check_together", "check_unhooked",
+    "need_whole",
+]  # fmt: skip
 
 _ELEMENTWISE = (
     torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
@@ -104,7 +77,7 @@ class DataParallel:
 
 
 @dataclass(frozen=True)
-class _TensorParallel(DataParallel):
+class TensorParallel(DataParallel):
     """All ranks compute one batch together, as torch's ``parallelize_module`` says: nothing is averaged, and each
     rank starts from what it has."""
 
@@ -121,7 +94,7 @@ def check_together(
     def check() -> tuple[torch.nn.Module, DataParallel | None]:
         if parallel is not None and not isinstance(parallel, DataParallel):
             raise BadInput("parallel= is no tightship.DataParallel", type(parallel).__name__, "fit")
-        module, how = (_as_torch_has_it if ranks is not None else _as_one_has_it)(model, parallel)
+        module, how = (as_torch_has_it if ranks is not None else _as_one_has_it)(model, parallel)
         check_model(module, hooks=True, shards=ranks is not None)
         _check(ranks, module, how, settings, optimizer)
         return module, how
@@ -159,9 +132,7 @@ _SAME = ("accumulate", "clip_norm", "clip_value", "skip_nonfinite")
 """Options of which no rank may have others."""
 
 
-def _as_torch_has_it(
-    model: Any, parallel: DataParallel | None
-) -> tuple[torch.nn.Module, DataParallel | None]:
+def as_torch_has_it(model: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module, DataParallel | None]:
     """What DistributedDataParallel or ``fully_shard`` have been told holds for the step, which runs none of their
     hooks."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -176,7 +147,7 @@ def _as_torch_has_it(
         return model, _from_placed(model, parallel)
     if parallel is None and (done := shards_of(model)):
         placed = isinstance(next(iter(done.values())), Placed)
-        return model, _TensorParallel() if placed else DataParallel(shard=True, buffers=False)
+        return model, TensorParallel() if placed else DataParallel(shard=True, buffers=False)
     return model, parallel
 
 
@@ -271,7 +242,7 @@ def _from_placed(model: torch.nn.Module, parallel: DataParallel | None) -> DataP
             "parallelize it so, call fully_shard over the mesh's other dimension, or give fit the plain model and "
             "parallel=tightship.DataParallel(shard=True)",
         )  # fmt: skip
-    return _TensorParallel()
+    return TensorParallel()
 
 
 def _check(
@@ -289,8 +260,8 @@ def _check(
     if ranks is not None and settings.stream and (parallel is None or parallel.shard):
         raise no_stream()
     if parallel is not None and parallel.shard:
-        _check_elementwise(model, optimizer)
-        _check_unhooked(model)
+        check_elementwise(model, optimizer)
+        check_unhooked(model)
         _check_readable(model)
 
 
@@ -305,7 +276,7 @@ def _check_readable(model: torch.nn.Module) -> None:
             )
 
 
-def _check_unhooked(model: torch.nn.Module) -> None:
+def check_unhooked(model: torch.nn.Module) -> None:
     """Raises ``Unsupported`` for hooks on parameters of which ranks have parts. ``fully_shard`` itself calls none of
     those that are not late."""
     by_fully_shard = compat_distributed.distributed_by(model) == "fully_shard"
@@ -320,7 +291,7 @@ def _check_unhooked(model: torch.nn.Module) -> None:
             )  # fmt: skip
 
 
-def _need_whole(optimizer: Any) -> dict[int, tuple[str, str]]:
+def need_whole(optimizer: Any) -> dict[int, tuple[str, str]]:
     """The parameters, by id, of which the optimizer has to have all, with its name and why: that does not treat each
     element as if it were alone. Those of torch are known, others are tried."""
     found: dict[int, tuple[str, str]] = {}
@@ -334,10 +305,10 @@ def _need_whole(optimizer: Any) -> dict[int, tuple[str, str]]:
     return found
 
 
-def _check_elementwise(model: torch.nn.Module, optimizer: Any) -> None:
+def check_elementwise(model: torch.nn.Module, optimizer: Any) -> None:
     """Raises ``Unsupported`` where an optimizer would get parts of parameters of which it has to have all. Those of a
     plain model can stay whole, unless nothing else is there."""
-    found = _need_whole(optimizer)
+    found = need_whole(optimizer)
     if not found:
         return
     taken = bool(compat_distributed.distributed_by(model) or shards_of(model))
@@ -350,295 +321,3 @@ def _check_elementwise(model: torch.nn.Module, optimizer: Any) -> None:
         "use an optimizer that treats elements one by one (AdamW, SGD, Lion, …), or give all ranks whole "
         "parameters: the plain model and DataParallel(shard=False)",
     )  # fmt: skip
-
-
-def _notes_on_whole(
-    model: torch.nn.Module, done: dict[int, Part], whole: dict[int, tuple[str, str]], size: int
-) -> tuple[str, ...]:
-    """What is said of a plain model's parameters that each of so many ranks has all of."""
-    notes = [
-        f"parameters of {name} stay whole on each rank: {why}" for name, why in dict.fromkeys(whole.values())
-    ]
-    total = sum(p.nbytes * (size if id(p) in done else 1) for p in model.parameters())
-    few = {
-        n: p
-        for n, p in model.named_parameters()
-        if p.dim() and id(p) not in done and id(p) not in whole and p.shape[0] < size
-    }
-    nbytes = sum(p.nbytes for p in few.values())
-    if nbytes > total * _WORTH_A_NOTE:
-        names = ", ".join(
-            [*[f"{n} ({few[n].shape[0]})" for n in [*few][:3]], *(["…"] if len(few) > 3 else [])]
-        )
-        notes.append(
-            f"{format_bytes(nbytes)} of parameters stay whole on each rank, which have fewer rows than there are "
-            f"ranks ({size}): {names}"
-        )
-    return tuple(notes)
-
-
-_WORTH_A_NOTE: Final = 0.01
-"""Of all bytes of parameters: what stays whole because of its few rows."""
-
-
-def imagined(
-    model: Any, optimizer: Any, loss: LossFn | None
-) -> tuple[torch.nn.Module, LossFn | None, tuple[str, ...]]:
-    """A model, and its loss, as one of imagined ranks trains it, for planning alone: in shards, or as torch has made
-    it parallel already; and notes on that. Raises as `check_together`."""
-    module, how = _as_torch_has_it(model, None)
-    check_model(module, hooks=True, shards=True)
-    if how is None or how.shard:
-        _check_unhooked(module)
-    if how is not None and how.shard:
-        _check_elementwise(module, optimizer)
-    done, among = shards_of(module), (how or DataParallel()).among
-    if isinstance(how, _TensorParallel):
-        done = done or take_over_placed(module, optimizer)
-        shard_optimizer(optimizer, done)
-        return module, loss, ()
-    notes: tuple[str, ...] = ()
-    if compat_distributed.distributed_by(module) == "fully_shard":
-        done = take_over(module, optimizer)
-    elif how is None:
-        whole = _need_whole(optimizer)
-        done = shard_model(module, among, whole)
-        notes = _notes_on_whole(module, done, whole, among.size)
-    shard_optimizer(optimizer, done)
-    ways = average_reads(module, done, among)
-    send_together(module, ways, None if how is None else how.bucket)
-    if loss is None:
-        return module, None, notes
-
-    def reading(given: torch.nn.Module, batch: Any) -> Any:
-        with read_once(ways.values()):
-            return loss(given, batch)
-
-    return module, reading, notes
-
-
-class Replicas(NotCopied):
-    """What data parallel training does with a model, beside the planned step. At first, all ranks get the parameters
-    and buffers of rank 0, but for what is in shards already."""
-
-    ddp: Any = None
-    """The DistributedDataParallel that the model was given in, which evaluates."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
-        self.model, self.parallel, self.among = model, parallel, parallel.among
-        self.notes: tuple[str, ...] = ()
-        ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
-        with ranks.sending(writing=True):
-            shards = self._divided(optimizer)
-            ranks.same("what ranks have of a model", lambda: f"{len(shards)} parameters in parts")
-        names = {id(p): n for n, p in model.named_parameters()}
-        self.shards = {names[i]: shard for i, shard in shards.items()}
-        parts = {n: p for n, p in model.named_parameters() if n in self.shards and self.shards[n].divided}
-        self._parts = {id(p): (n, weakref.ref(p)) for n, p in parts.items()}
-        own = [] if isinstance(parallel, _TensorParallel) else model.named_parameters()
-        whole = [(n, p) for n, p in own if p.requires_grad and n not in self.shards]
-        whole.reverse()  # gradients come in about this order
-        rows = messages([((p.dtype, p.device), p.nbytes) for _, p in whole], parallel.bucket)
-        self.averaged = tuple(tuple(whole[k][0] for k in row) for row in rows)
-
-    def _divided(self, optimizer: Any) -> dict[int, Part]:
-        """What of the model is in parts, by the ids of these, from now on."""
-        model, parallel = self.model, self.parallel
-        shards, together = shards_of(model), isinstance(parallel, _TensorParallel)
-        if together:
-            shards = shards or take_over_placed(model, optimizer)
-        elif compat_distributed.distributed_by(model) == "fully_shard":
-            shards = take_over(model, optimizer)
-        elif not shards:
-            for t in (*model.parameters(), *model.buffers()):
-                broadcast(t.data, self.among)
-            if parallel.shard:
-                whole = _need_whole(optimizer)
-                shards = shard_model(model, self.among, whole)
-                self.notes = _notes_on_whole(model, shards, whole, self.among.size)
-        shard_optimizer(optimizer, shards)
-        if not together:
-            send_together(model, shards, parallel.bucket)
-        if any(one.divided for one in shards.values()):
-            say_parts(model)
-        return shards
-
-    @property
-    def whole_in_eager(self) -> bool:
-        """Whether ranks have parts of what a model like this one has whole in eager."""
-        return any(isinstance(one, Shard) and not one.by_torch for one in self.shards.values())
-
-    @property
-    def apart(self) -> bool:
-        """Whether the caller is in ``no_sync()`` of the model's DistributedDataParallel."""
-        return self.ddp is not None and not self.ddp.require_backward_grad_sync
-
-    def synchronize(self) -> None:
-        """Buffers are those of rank 0."""
-        for b in self.model.buffers() if self.parallel.buffers else ():
-            broadcast(b.data, self.among)
-        if self.ddp is not None:
-            compat_ddp.buffers_change(self.ddp)
-
-    def average(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Gradients of whole parameters, between backward pass and update."""
-        there = {n: p.grad for n, p in parameters if p.grad is not None}
-        for names in self.averaged:
-            average_now([there[n] for n in names if n in there], self.among)
-
-    def hand_out(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Gradients of parts, to the caller, until `take_back`."""
-        for n, p in parameters:
-            if n in self.shards and self.shards[n].divided and p.grad is not None:
-                p.grad = p.grad.as_subclass(PartOfGradient)
-
-    def seen(self, name: str, parameter: torch.Tensor) -> Any:
-        """A parameter, of which ranks may have parts, as all of them together have it."""
-        return self.shards[name].seen(parameter) if name in self.shards else parameter
-
-    def take_back(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for _, p in parameters:
-            if isinstance(p.grad, PartOfGradient):
-                p.grad = p.grad.as_subclass(torch.Tensor)
-
-    def read_once(self) -> AbstractContextManager[None]:
-        """Inside, each parameter is gathered once, however often the code reads it."""
-        return read_once(self.shards.values(), self._parts)
-
-    def late(self, late: bool) -> None:
-        """Whether gradients of which each rank has a summand are added up behind clipping and accumulation, as
-        eager's DTensors do it."""
-        for one in self.shards.values():
-            if isinstance(one, Placed):
-                one.late = late
-
-    def check_parts(self) -> None:
-        """Raises ``BadInput`` where a backward pass by itself would leave summands in the caller's hands."""
-        if any(isinstance(one, Placed) and one.late for one in self.shards.values()):
-            rule = (
-                "gradients are added up over ranks behind clipping: give fit split=True to call step.backward"
-            )
-            raise BadInput(rule, place="step.backward")
-
-    def _summands(self, gradients: Mapping[str, torch.Tensor]) -> list[str]:
-        rows = ((n, self.shards.get(n)) for n in gradients)
-        return [n for n, one in rows if isinstance(one, Placed) and one.late and one.summand]
-
-    def add_up(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """In place and by one message, where each rank has a summand."""
-        names = self._summands(gradients)
-        with torch.no_grad():
-            for n, total in zip(names, reduced([gradients[n] for n in names]) if names else (), strict=True):
-                if total is not gradients[n]:
-                    gradients[n].copy_(total)
-
-    def norm(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients, as ``get_total_norm`` of torch has it for DTensors: that of each over all
-        ranks, then that of these. What fills parts up counts as the zeros that it is."""
-        gradients = dict(gradients)
-        if late := self._summands(gradients):
-            gradients |= zip(late, reduced([gradients[n].clone() for n in late]), strict=True)
-        norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
-        rows: dict[tuple[str, ...], list[str]] = {}
-        for n in norms:
-            if n in self.shards:
-                rows.setdefault(self.shards[n].divided, []).append(n)
-        for groups, parts in rows.items():
-            for group in groups:
-                squares = summed(torch.stack([norms[n] for n in parts]) ** 2.0, group)
-                norms |= dict(zip(parts, (squares**0.5).unbind(), strict=True))
-        return torch.linalg.vector_norm(torch.stack(list(norms.values())))
-
-    def agree_finite(self, scaler: Any, optimizer: Any) -> None:
-        """After ``scaler.unscale_``: a gradient that is not finite on one rank is so on all."""
-        for found in compat_optimizers.found_infinite(scaler, optimizer) if self.shards else ():
-            found.copy_(summed(found, self.among.group))
-
-
-def _described(model: torch.nn.Module) -> str:
-    rows = [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in model.named_parameters()]
-    rows += [(n, tuple(t.shape), str(t.dtype), False) for n, t in model.named_buffers()]
-    digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:8]
-    return f"{len(rows)} parameters and buffers ({digest})"
-
-
-# --- what is saved ---
-
-_MUCH = 1 << 26
-"""Bytes of state that are loaded at a time, where they do not stay in memory."""
-
-
-def saved(model: torch.nn.Module, optimizer: Any, *, full: bool) -> dict[str, Any]:
-    """``{"model": …, "optimizer": …}`` by the model's names: as ``torch.distributed.checkpoint`` takes them. Shards
-    are DTensors, or ``full`` tensors, which every rank then helps to put together. State that the first update would
-    make is there as zeros, unless ``full``."""
-    shards = shards_of(model)
-
-    def given(p: Any, t: Any) -> Any:
-        shard = shards.get(id(p))
-        if shard is None or not shard.is_part(t):
-            return t
-        return shard.whole(t) if full else shard.distributed(t.detach())
-
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    values = dict(model.state_dict())
-    if full:
-        values |= {n: given(p, p.detach()) for n, p in parameters.items() if id(p) in shards and n in values}
-    if optimizer is None:
-        return {"model": values}
-    names = {id(p): n for n, p in model.named_parameters()}
-    owned = dict(model.named_parameters())
-
-    def state_of(one: Any) -> dict[str, dict[Any, Any]]:
-        state = {names[id(p)]: x for p, x in one.state.items()}
-        if not full:
-            state |= {names[i]: x for i, x in blank_state(one).items()}
-        return {n: {k: given(owned[n], t) for k, t in x.items()} for n, x in state.items()}
-
-    rows = [
-        {
-            "state": state_of(one),
-            "param_groups": [
-                {k: [names[id(p)] for p in v] if k == "params" else v for k, v in group.items()}
-                for group in one.param_groups
-            ],
-        }
-        for one in each(optimizer)
-    ]
-    return {"model": values, "optimizer": rows[0] if len(rows) == 1 else rows}
-
-
-def load(
-    model: torch.nn.Module,
-    optimizer: Any,
-    state: Mapping[str, Any],
-    loaded: Callable[[], None] = lambda: None,
-) -> None:
-    """Takes over what `saved` has given, in place, from whole tensors or DTensors. ``loaded`` is called
-    whenever much of it is there."""
-    shards = shards_of(model)
-    known = model.state_dict().keys()
-    if known != state["model"].keys():
-        names = sorted(known ^ state["model"].keys())
-        raise BadInput("the state is of a model with other names", names[:4], "load_state_dict")
-    model.load_state_dict(state["model"])
-    if optimizer is None:
-        return
-    owners = dict(model.named_parameters())
-    rows = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
-    for one, row in zip(each(optimizer), rows, strict=True):
-        one.state.clear()
-        fresh = 0
-        for n, x in row["state"].items():
-            p = owners[n]
-            shard = shards.get(id(p))
-            mine = {k: t if shard is None else shard.loaded(t) for k, t in x.items()}
-            if is_blank(one, mine):
-                continue
-            one.state[p] = {k: t.clone() if isinstance(t, torch.Tensor) else t for k, t in mine.items()}
-            fresh += sum(t.nbytes for t in mine.values() if isinstance(t, torch.Tensor))
-            if fresh >= _MUCH:
-                loaded()
-                fresh = 0
-        for group, given in zip(one.param_groups, row["param_groups"], strict=True):
-            group.update({k: v for k, v in given.items() if k != "params"})

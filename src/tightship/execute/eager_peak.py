@@ -24,7 +24,8 @@ from tightship.execute import allocator
 from tightship.execute.bench import sample_tensor
 from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, machine
 from tightship.frontends.torch import compat, compat_distributed, compat_ops
-from tightship.frontends.torch.capture.eager_loop import EagerLoop, Kind
+from tightship.frontends.torch.capture.eager_loop import EagerLoop
+from tightship.frontends.torch.capture.life_tape import Kind
 from tightship.frontends.torch.capture.sparse import SparseCall
 from tightship.frontends.torch.capture.tape import Record
 from tightship.frontends.torch.optimizer.copy import random_untouched

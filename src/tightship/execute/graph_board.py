@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -35,7 +36,7 @@ _AT_ONCE: Final = 8
 """Ranks that are asked with one question."""
 _LISTENS: Final = timedelta(minutes=10)
 """How long a rank's listener waits at once: nobody asks the store again before."""
-_SILENT: Final = 10.0
+_SILENT: Final = 4.0
 """Seconds without an answer after which a rank is not waited for: torch's own collectives find out what it is."""
 _LOG: Final = logging.getLogger("tightship")
 
@@ -55,6 +56,8 @@ class _Process:
     of: Any = None
     board: Board | None = None
     groups: int = 0  # how many there have been, which may have had the same store
+    says: Any = None  # what is told of errors that nobody catches, beside the other ranks
+    child = 0  # the process of multiprocessing that tells of its own
 
 
 _process = _Process()
@@ -63,21 +66,24 @@ _process = _Process()
 @atexit.register
 def _let_go() -> None:
     """The thread ends while there is an interpreter."""
-    if _process.board is not None:
+    if _process.board is not None and os.getpid() == _process.board.process:
         _process.board.end()
     _process.of = _process.board = None
 
 
 def board_of_all() -> Board | None:
-    """The board of the ranks of the default process group; None where there are no others."""
+    """The board of the ranks of the default process group; None where there are no others, or no store."""
     if compat_distributed.world_size() < 2 or compat_distributed.imagined_ranks():
         return None
     world = dist.group.WORLD
     if _process.of is not world:
         if _process.board is not None:
             _process.board.end()
+        _watch_errors()
         _process.groups += 1
-        _process.of, _process.board = world, Board(_process.groups)
+        _process.of, _process.board = world, None
+        with suppress(RuntimeError):  # the store is gone, as torch's own collectives will say
+            _process.board = Board(_process.groups)
         compat_waits.watch_waits(_lost)
     return _process.board
 
@@ -87,23 +93,45 @@ def _lost(error: RuntimeError) -> PeerFailed | None:
     return None if _process.board is None else _process.board.lost(error)
 
 
-def _tell_others(hook: Any) -> Any:
-    """An error that nobody catches ends this process, unless it is interactive: the others hear of it before, from a
-    rank, too, that has not come to its first graph."""
-
-    def ends(kind: Any, error: Any, traceback: Any) -> None:
-        try:
-            with suppress(RuntimeError):  # the rank that has the store may be gone
-                board = None if isinstance(error, PeerFailed) or hasattr(sys, "ps1") else board_of_all()
-                if board is not None:
-                    board.says(error)
-        finally:
-            hook(kind, error, traceback)
-
-    return ends
+def _tell_others(kind: Any, error: Any, traceback: Any) -> None:
+    """An error that nobody catches ends this process, unless it is interactive: the others hear of it before it does,
+    from a rank, too, that has not come to its first graph. First it is said here, whatever becomes of that."""
+    try:
+        _process.says(kind, error, traceback)
+    finally:
+        if not hasattr(sys, "ps1"):
+            _tell(error)
 
 
-sys.excepthook = _tell_others(sys.excepthook)
+def _tell_as_child() -> None:
+    """Processes of multiprocessing catch the error that ends them, and clean up meanwhile."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):  # torch.multiprocessing's exit behind an error
+        error = error.__context__
+    if error is not None:
+        _tell(error)
+
+
+def _tell(error: BaseException) -> None:
+    with suppress(Exception):  # the rank that has the store may be gone
+        board = None if isinstance(error, PeerFailed) else board_of_all()
+        if (
+            board is not None and board.process == os.getpid()
+        ):  # and not that of a process that was forked from it
+            board.says(error)
+
+
+def _watch_errors() -> None:
+    """From now on errors that nobody catches are said to the other ranks."""
+    if _process.says is None:
+        _process.says, sys.excepthook = sys.excepthook, _tell_others
+    if multiprocessing.parent_process() is not None and _process.child != os.getpid():
+        _process.child = os.getpid()
+        multiprocessing.util.Finalize(None, _tell_as_child, exitpriority=100)
+
+
+if compat_distributed.world_size() > 1 or compat_distributed.launched_together():
+    _watch_errors()
 
 
 class Board:
@@ -111,10 +139,11 @@ class Board:
     run which code, who has failed, and who calls the roll. It asks nothing of the store meanwhile."""
 
     def __init__(self, number: int) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.process, self.rank, self.world = os.getpid(), dist.get_rank(), dist.get_world_size()
         started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # with the store of the ranks before
         self.key = f"tightship/graphs/{started}/{number}"
         self.store = compat_distributed.process_groups_store()
+        self.store.check([self.key])  # raises where it is gone; another connection would be tried for minutes
         self.runs: Counter[str] = Counter()
         self.heard: list[Failure] = []  # which others have failed by themselves
         self.ended: PeerFailed | None = None  # what all raise from now on

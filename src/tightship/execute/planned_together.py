@@ -25,9 +25,9 @@ from tightship.execute.agreement import (
     told_of,
     written,
 )
-from tightship.execute.data_parallel import Replicas
 from tightship.execute.prepared import Prepared, Variant
 from tightship.execute.ranks import Ranks
+from tightship.execute.replicas import Replicas
 from tightship.execute.split import Choice
 from tightship.execute.stream import Streamed, moving
 from tightship.frontends.torch import compat_distributed, compat_ops

@@ -12,7 +12,7 @@ import torch
 
 from tightship.errors import BadInput, Infeasible, Unplannable, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.data_parallel import DataParallel, load, saved
+from tightship.execute.data_parallel import DataParallel
 from tightship.execute.divergence import Divergence
 from tightship.execute.eager import Unplanned, differences, random_states, run_eager, tensors_by_name
 from tightship.execute.interpreter import Fallback, PeakMismatch, RunStats
@@ -24,6 +24,7 @@ from tightship.execute.parts import (
 from tightship.execute.prepared import Variant
 from tightship.execute.ranks import Ranks
 from tightship.execute.settings import Settings
+from tightship.execute.state_dicts import load, saved
 from tightship.execute.train_variants import TrainVariants, check_call
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.incremental import Ending

@@ -14,7 +14,7 @@ from tightship import simulate
 from tightship.errors import Enough, Infeasible, Unsupported
 from tightship.execute.binding import form_of
 from tightship.execute.cache import KeptPlans
-from tightship.execute.data_parallel import DataParallel, Replicas
+from tightship.execute.data_parallel import DataParallel
 from tightship.execute.interrupts import Updating
 from tightship.execute.parts import (
     Loop,
@@ -26,6 +26,7 @@ from tightship.execute.planned_together import PlannedTogether
 from tightship.execute.prepared import Variant, within_unplanned
 from tightship.execute.ranks import Ranks
 from tightship.execute.replaced import Knows, Replaced, has_own_bytes, own_bytes
+from tightship.execute.replicas import Replicas
 from tightship.execute.settings import Settings
 from tightship.frontends.torch import compat_ddp, compat_distributed
 from tightship.frontends.torch.capture.checks import check_hooks, check_model
@@ -100,9 +101,13 @@ class TrainVariants(PlannedTogether):
 
     def _renew(self) -> None:
         super()._renew()
+        if self._replicas is not None and self.ranks is not None and not self._replicas.follows:
+            self._replicas.follow(self.ranks)
         self._unshare()
 
     def _on_replaced(self) -> None:
+        if self._replicas is not None:
+            self._replicas.follows = False
         self._owned, self._updates, self._has_no_update = Owned(self.model, self._bring_back), None, False
 
     def _replacing(self, variant: Variant, tensors: list[Any], asked: Asked) -> Replaced | None:

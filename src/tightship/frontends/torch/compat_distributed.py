@@ -159,6 +159,11 @@ def seconds_of_timeout() -> float:
     return min(timeouts, default=torch.distributed.default_pg_timeout).total_seconds()
 
 
+def launched_together() -> bool:
+    """Whether a launcher has started this process as one of several ranks, which may not have met yet."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+
+
 def store_of_launcher() -> bool:
     """Whether torchrun has the store that ranks meet in, and not one of them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -315,7 +315,7 @@ def _updates(
                 fault = (
                     f"a parameter of shape {tuple(p.shape)} that is not one of the model's: give fit a model that "
                     "has those of the loss, too (torch.nn.ModuleList([model, criterion])); what puts new parameters "
-                    "there (load_state_dict(assign=True)) comes before the optimizer is made"
+                    "there (another layer, load_state_dict(assign=True)) comes before the optimizer is made and fit"
                 )
                 raise BadInput(fault, place=f"optimizer: group {g}, entry {k}")
             places[names[id(p)]] = g, p

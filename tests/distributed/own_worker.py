@@ -1,0 +1,163 @@
+"""One rank: loops that step an optimizer of their own behind ``step.backward``, in eager and with ``fit``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch_worker import sharded, whole
+from worker import ROWS, WIDTH, batches, caught, digest, loss_of, main, model
+
+import tightship
+
+
+def columns(m: Any) -> Any:
+    return parallelize_module(
+        m,
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    )
+
+
+def held_before() -> Any:
+    """What the caller holds of a model before ``fit`` takes it over: an optimizer's parameters, and a list."""
+    return {
+        wrap.__name__: {how: _trained(wrap, how == "fit") for how in ("eager", "fit")}
+        for wrap in (sharded, columns)
+    }
+
+
+def _trained(wrap: Callable[[Any], Any], planned: bool) -> dict[str, Any]:
+    m, given = wrap(model()), batches(6)
+    if wrap is columns:  # ranks compute one batch together
+        g = torch.Generator().manual_seed(1)
+        given = [(torch.randn(ROWS, WIDTH, generator=g), torch.randn(ROWS, 7, generator=g)) for _ in given]
+    held = list(m.parameters())
+    distributed: list[Any] = [p for p in held if hasattr(p, "full_tensor")]
+    o = torch.optim.SGD(held, 0.01, momentum=0.9, foreach=False)
+    step: Any = tightship.fit(m, loss_of, None, given[0], "100%") if planned else None
+    log: list[float] = []
+    for k, b in enumerate(given):
+        if planned:
+            loss = step.backward(b)
+        else:
+            loss = loss_of(m, b)
+            loss.backward()
+        log.append(loss.item())
+        if k % 2:  # two batches of gradients
+            log.append(torch.nn.utils.clip_grad_norm_(distributed, 0.1).full_tensor().item())  # type: ignore[attr-defined]
+            torch.nn.utils.clip_grad_value_(distributed, 0.01)
+            distributed[0].grad = distributed[0].grad * 2
+            o.step()
+            o.zero_grad(set_to_none=k == 1)
+    found = {"log": log, "model": whole(m.state_dict().values())}
+    return found | ({"measure": step.measure()} if planned else {})
+
+
+def accumulated_before() -> Any:
+    """Gradients that are there when ``fit`` takes the model over."""
+    m, given = sharded(model()), batches(2)
+    o = torch.optim.SGD(m.parameters(), 0.1)
+    loss_of(m, given[0]).backward()
+    step = tightship.fit(m, loss_of, o, given[0], "100%")
+    refused = caught(lambda: step(given[0]))
+    o.zero_grad()
+    return {"refused": refused, "loss": step(given[1]).item()}
+
+
+ASKED: dict[str, Callable[[list[Any]], Any]] = {
+    "clipped": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.1),
+    "largest": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.1, norm_type=float("inf"), foreach=True),
+    "by hand": lambda ps: torch.stack([torch.norm(p.grad.detach(), 2) for p in ps]).norm(2),
+    "numbers": lambda ps: sum(p.grad.data.norm(2).item() ** 2 for p in ps),
+    "squares": lambda ps: sum((p.grad**2).sum() for p in ps).sqrt(),  # type: ignore[union-attr]
+    "absolute": lambda ps: max(p.grad.abs().max().item() for p in ps),
+    "finite": lambda ps: all(torch.isfinite(p.grad).all().item() for p in ps),
+    "mean": lambda ps: ps[0].grad.mean(),
+    "scaled": lambda ps: ps[0].grad.mul_(0.1 / torch.stack([p.grad.norm() for p in ps[:2]]).norm()).sum(),
+}
+"""What people ask of the gradients of ``model.parameters()``."""
+JOINED: Callable[[list[Any]], Any] = lambda ps: torch.cat([p.grad.view(-1) for p in ps]).norm()  # noqa: E731
+
+
+def asked_of_parts() -> Any:
+    """Questions between ``step.backward`` and ``step.update``."""
+    rows: dict[str, Any] = {}
+    for name, ask in {**ASKED, "joined": JOINED}.items():
+        rows[f"plain {name}"] = caught(lambda ask=ask: _asked(lambda m: m, [ask], "fit", shard=True))  # type: ignore[misc]
+    for how in ("eager", "fit"):
+        rows[how] = _asked(sharded, list(ASKED.values()), how)
+    rows["by row"] = _asked(lambda m: m, [lambda ps: ps[0].grad.norm(dim=-1)[0] * 0], "fit", shard=True)
+    return rows
+
+
+def _asked(wrap: Callable[[Any], Any], ways: list[Any], how: str, shard: bool = False) -> list[Any]:
+    m, given = wrap(model()), batches(3)
+    o = torch.optim.SGD(m.parameters(), 0.1)
+    parallel = tightship.DataParallel(shard=True) if shard else None
+    step: Any = None
+    if how == "fit":
+        step = tightship.fit(m, loss_of, o, given[0], "100%", split=True, parallel=parallel)
+    log: list[float] = []
+    for b in given:
+        if how == "fit":
+            step.backward(b)
+        else:
+            loss_of(m, b).backward()
+        for ask in ways:
+            found = ask(list(m.parameters()))
+            found = found.full_tensor() if hasattr(found, "full_tensor") else found
+            log.append(float(found))
+        if how == "fit":
+            step.update()
+        else:
+            o.step()
+        o.zero_grad()
+    return [log, whole(m.state_dict().values())]
+
+
+def changed_between() -> Any:
+    """Between steps a layer is trained that was frozen, or comes to the model."""
+    rows: dict[str, Any] = {"thawed": {}, "added": {}}
+    ways: dict[str, tuple[Any, Any]] = {
+        "replicated": (lambda m: m, tightship.DataParallel()),
+        "shard": (lambda m: m, tightship.DataParallel(shard=True)),
+        "fully_shard": (sharded, None),
+    }
+    for name, (wrap, parallel) in ways.items():
+        m, given = wrap(model()), batches(4)
+        m[0].requires_grad_(False)
+        step = tightship.fit(
+            m, loss_of, torch.optim.SGD(m.parameters(), 0.1), given[0], "200%", parallel=parallel
+        )
+        losses = []
+        for k, b in enumerate(given):
+            m[0].requires_grad_(k > 1)
+            losses.append(step(b).item())
+        weights = {n: t for n, t in step.state_dict(full=True)["model"].items() if "weight" in n}
+        rows["thawed"][name] = [losses, digest(weights.values()), digest([weights["0.weight"]])]
+    first = digest([model()[0].weight])
+    rows["moved"] = all(row[2] != first for row in rows["thawed"].values())
+    for name, alike, parallel in (
+        ("replicated", True, ways["replicated"][1]),
+        ("different", False, ways["replicated"][1]),
+        ("shard", True, ways["shard"][1]),
+    ):
+        m, given = model(), batches(4)
+        o = torch.optim.SGD(m.parameters(), 0.1)
+        step = tightship.fit(m, loss_of, o, given[0], "200%", parallel=parallel)
+        step(given[0])
+        torch.manual_seed(0 if alike else dist.get_rank())
+        m.append(torch.nn.Linear(7, 7))  # type: ignore[operator]
+        o.add_param_group({"params": list(m[-1].parameters())})  # type: ignore[index]
+        errors = [caught(lambda b=b, step=step: step(b)) for b in given[1:]]  # type: ignore[misc]
+        rows["added"][name] = [[e["text"] for e in errors], digest(m[-1].parameters())]  # type: ignore[index]
+    return rows
+
+
+if __name__ == "__main__":
+    main(globals())

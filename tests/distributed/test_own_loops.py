@@ -1,0 +1,61 @@
+"""Loops with an optimizer of their own behind ``step.backward``, on several ranks: the bits of eager's."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ranks import Rows, as_planned, run
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return run(
+        "held_before", "accumulated_before", "asked_of_parts", "changed_between", worker="own_worker.py"
+    )
+
+
+@pytest.mark.parametrize("how", ["sharded", "columns"])
+def test_parameters_held_from_before_have_the_gradients_of_the_parts_in_their_places(
+    rows: Rows, how: str
+) -> None:
+    for row in rows["held_before"]:
+        eager, fitted = row[how]["eager"], row[how]["fit"]
+        as_planned(fitted.pop("measure"))
+        assert fitted == eager
+        assert eager["log"][0] != eager["log"][3]
+
+
+def test_gradients_from_before_stay(rows: Rows) -> None:
+    for row in rows["accumulated_before"]:
+        assert "while '0.weight' has a gradient" in row["refused"]["text"]
+
+
+def test_what_is_asked_of_gradients_in_parts_is_answered_of_all_of_them_or_refused(rows: Rows) -> None:
+    for row in rows["asked_of_parts"]:
+        assert row["fit"] == row["eager"]
+        plain = [one for name, one in row.items() if name.startswith("plain ")]
+        assert len(plain) == 10
+        for one in plain:
+            assert "of which this rank has a part" in one["text"]
+            assert "clip_norm=" in one["text"]
+        assert row["by row"][0] == [0.0] * 3
+
+
+def test_layers_that_are_trained_later_are_averaged(rows: Rows) -> None:
+    first, second = rows["changed_between"]
+    assert first["moved"]
+    for how in ("replicated", "shard", "fully_shard"):
+        assert first["thawed"][how][0] == first["thawed"]["replicated"][0]
+        assert first["thawed"][how][1:] == second["thawed"][how][1:] == first["thawed"]["replicated"][1:]
+
+
+def test_layers_that_come_later_are_averaged_where_ranks_have_the_same_or_refused(rows: Rows) -> None:
+    first, second = (row["added"] for row in rows["changed_between"])
+    assert first["replicated"] == second["replicated"]
+    assert not any(first["replicated"][0])
+    for texts in (first["different"][0], second["different"][0]):
+        assert all("different parameters that have come to the model since fit" in text for text in texts)
+    for texts in (first["shard"][0], second["shard"][0]):
+        assert all(
+            "the parameter '14.weight', which has come to the model since fit" in text for text in texts
+        )
