@@ -37,7 +37,7 @@ from tightship.simulate import baseline, replay
 
 __all__ = ["Level", "Planner", "unplanned_bytes"]
 
-_WORK, _OF_MANY = 4_000_000, 1_000_000
+_WORK, _OF_MANY = 4_000_000, 300_000
 """Ops that one search simulates at most: the same plan on every machine. The latter where loops hand on values: there
 is a search for each part of these that is tried, and for each body."""
 _SHARES = (1.0, 0.85, 0.7, 0.58, 0.47, 0.38, 0.3, 0.23, 0.17, 0.11, 0.05, 0.0)
@@ -451,7 +451,7 @@ def _given_out(e: Equation, body: Program) -> int:
 
 
 def _without_inner(program: Program) -> Program:
-    return replace(program, equations=[replace(e, inner=0) for e in program.equations])
+    return replace(program, equations=[replace(e, inner=0) if e.inner else e for e in program.equations])
 
 
 def _repeats(pair: Pair, planned: PlannedPair) -> int:

@@ -94,6 +94,9 @@ _AIM = 0.97
 _ALMOST, _MAYBE = 2.0, 1.15
 """How far from the budget's temporaries a policy's program may be that is looked at all the same: by the model, and
 by what XLA made of plans of the model."""
+_ALIKE, _UNLIKE = 1.15, 1.3
+"""How far beyond the budget's temporaries a policy's program may be expected to be, to be looked at: by what XLA made
+of another program of that policy, and by the least part of the model's bytes that it made of any program."""
 _CHEAPER = 0.98
 """Part of the operations of what else there is that a policy takes at most for the former to be enough."""
 _CLOSE, _ANYHOW = 1.1, 1.08
@@ -324,13 +327,19 @@ class Search:
             if not row.planned and row.level.peak > self.room * self._scale:
                 self._policies.append(self._policy(row.name, self.room * self._scale))
             far = max(most, self._almost) if row.level.flops < _CHEAPER * flops else most
-            if row.level.peak > far:
+            if row.level.peak > far or self._hopeless(row, _UNLIKE if most < math.inf else _FAR):
                 passed.append(replace(row, planned=True))
                 continue
             self.planner.log = row.log
             if self.look(row.level, row.beyond).memory.temporaries <= self.room:
                 break
         self._policies += passed
+
+    def _hopeless(self, row: _Policy, unlike: float) -> bool:
+        """Whether XLA's other programs say that this one is far above the budget."""
+        made = [(c.log[:1] == [row.name], c.memory.temporaries / max(1, c.level.peak)) for c in self.found]
+        own, any_one = (min((r for of, r in made if of or not alike), default=0.0) for alike in (True, False))
+        return self.room < row.level.peak * max(own / _ALIKE, any_one / unlike)
 
     def _of_policies(self) -> Iterator[_Policy]:
         """The policies' levels, as `jax.checkpoint` has them. Where one takes more than there is by the model, what
