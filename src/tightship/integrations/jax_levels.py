@@ -40,6 +40,8 @@ __all__ = ["Level", "Planner", "unplanned_bytes"]
 _WORK, _OF_MANY = 4_000_000, 300_000
 """Ops that one search simulates at most: the same plan on every machine. The latter where loops hand on values: there
 is a search for each part of these that is tried, and for each body."""
+_AT_LAST = 1_000_000
+"""What searches of the best of the parts may simulate in the end."""
 _SHARES = (1.0, 0.85, 0.7, 0.58, 0.47, 0.38, 0.3, 0.23, 0.17, 0.11, 0.05, 0.0)
 """Parts of what loops may hand on, or of the bytes there are for it, that are tried."""
 _STRIDE = 3
@@ -77,6 +79,7 @@ class Planner:
     _pairs: dict[int, tuple[Program, tuple[Pair, ...]]] = field(default_factory=dict)
     _ops: dict[int, tuple[Program, Ops]] = field(default_factory=dict)
     _blocks: dict[int, tuple[Program, dict[str, Level]]] = field(default_factory=dict)
+    _by_name: dict[Any, tuple[Program, Level, list[Any]]] = field(default_factory=dict)
     _least: dict[int, tuple[Ops, int]] = field(default_factory=dict)
 
     def level(self, program: Program, beyond: float) -> Level:
@@ -105,12 +108,15 @@ class Planner:
         shares = list(dict.fromkeys(part * min(1.0, beyond / max(1, most)) for part in _SHARES))
         tried: dict[int, tuple[bool, int, float, Level, list[Any]]] = {}
 
+        def planned(planner: Planner, k: int) -> tuple[bool, int, float, Level, list[Any]]:
+            planner.log = [shares[k]]
+            level = planner._at(program, pairs, beyond, shares[k])[0]
+            short = level.peak > beyond
+            return short, level.peak if short else level.flops, -shares[k], level, planner.log
+
         def attempt(k: int) -> Level:
             if k not in tried:
-                self.log = [shares[k]]
-                level = self._at(program, pairs, beyond, shares[k])[0]
-                short = level.peak > beyond
-                tried[k] = (short, level.peak if short else level.flops, -shares[k], level, self.log)
+                tried[k] = planned(self, k)
             return tried[k][3]
 
         least = sum(e.flops for e in program.equations)
@@ -127,7 +133,9 @@ class Planner:
                 for k in (best - 1, best + 1):
                     if 0 <= k < len(shares):
                         attempt(k)
-        *_, level, log = min(tried.values(), key=lambda row: row[:3])
+        best = min(tried, key=lambda k: tried[k][:3])
+        more = planned(replace(self, work=_AT_LAST), best)
+        *_, level, log = min(more, tried[best], key=lambda row: row[:3])
         self.log = [*kept, *log]
         return level
 
@@ -159,10 +167,18 @@ class Planner:
     def by_policy(self, program: Program, policy: str, beyond: float) -> Level:
         """The program as `jax.checkpoint` with a policy has it: around the bodies of its loops, if it has pairs of
         them, and planned for ``beyond`` bytes beside these; else around all that leads to its gradients."""
-        pairs = self._pairs_of(program)
-        self.log.append(policy if self.given is None else next(self.given))
-        work = _OF_MANY if pairs else self.work
-        return self._apart(work, lambda one: one._at(program, pairs, beyond, policy)[0])
+        key = id(program), policy, beyond
+        if key not in self._by_name or self.given is not None:
+            pairs = self._pairs_of(program)
+            named = policy if self.given is None else next(self.given)
+            work = _OF_MANY if pairs else self.work
+            kept, self.log = self.log, [named]
+            level = self._apart(work, lambda one: one._at(program, pairs, beyond, policy)[0])
+            self._by_name[key] = program, level, self.log
+            self.log = kept
+        _, level, log = self._by_name[key]
+        self.log.extend(log)
+        return level
 
     def _at(
         self, program: Program, pairs: Sequence[Pair], beyond: float, share: Share, pair: Pair | None = None
@@ -276,7 +292,7 @@ class Planner:
 
     def _halves(self, pair: Pair, beyond: float, share: Share) -> PlannedPair:
         """A pair's bodies where ``share`` of what they may is handed on, within ``beyond`` bytes each."""
-        key = (id(pair.first.made), id(pair.second.made), share, beyond)
+        key = (id(pair.first.made), id(pair.second.made), share, beyond, self.work)
         if key not in self._handed or self.given is not None:
             kept, self.log = self.log, []
             planned = self._at(pair.joined, self._pairs_of(pair.joined), beyond, share, pair)[1]
