@@ -37,11 +37,9 @@ from tightship.simulate import baseline, replay
 
 __all__ = ["Level", "Planner", "unplanned_bytes"]
 
-_WORK, _OF_MANY = 4_000_000, 300_000
+_WORK, _OF_MANY = 4_000_000, 1_000_000
 """Ops that one search simulates at most: the same plan on every machine. The latter where loops hand on values: there
 is a search for each part of these that is tried, and for each body."""
-_AT_LAST = 1_000_000
-"""What searches of the best of the parts may simulate in the end."""
 _SHARES = (1.0, 0.85, 0.7, 0.58, 0.47, 0.38, 0.3, 0.23, 0.17, 0.11, 0.05, 0.0)
 """Parts of what loops may hand on, or of the bytes there are for it, that are tried."""
 _STRIDE = 3
@@ -108,15 +106,12 @@ class Planner:
         shares = list(dict.fromkeys(part * min(1.0, beyond / max(1, most)) for part in _SHARES))
         tried: dict[int, tuple[bool, int, float, Level, list[Any]]] = {}
 
-        def planned(planner: Planner, k: int) -> tuple[bool, int, float, Level, list[Any]]:
-            planner.log = [shares[k]]
-            level = planner._at(program, pairs, beyond, shares[k])[0]
-            short = level.peak > beyond
-            return short, level.peak if short else level.flops, -shares[k], level, planner.log
-
         def attempt(k: int) -> Level:
             if k not in tried:
-                tried[k] = planned(self, k)
+                self.log = [shares[k]]
+                level = self._at(program, pairs, beyond, shares[k])[0]
+                short = level.peak > beyond
+                tried[k] = (short, level.peak if short else level.flops, -shares[k], level, self.log)
             return tried[k][3]
 
         least = sum(e.flops for e in program.equations)
@@ -133,9 +128,7 @@ class Planner:
                 for k in (best - 1, best + 1):
                     if 0 <= k < len(shares):
                         attempt(k)
-        best = min(tried, key=lambda k: tried[k][:3])
-        more = planned(replace(self, work=_AT_LAST), best)
-        *_, level, log = min(more, tried[best], key=lambda row: row[:3])
+        *_, level, log = min(tried.values(), key=lambda row: row[:3])
         self.log = [*kept, *log]
         return level
 
