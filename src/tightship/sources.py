@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from tightship.frontends.onnx.lower import Program as OnnxProgram
-    from tightship.frontends.tensorflow.lower import Program as GraphDefProgram
+    from tightship.frontends.tensorflow.program import Program as GraphDefProgram
     from tightship.frontends.tflite import Program as TfliteProgram
     from tightship.frontends.torch.program import Program
     from tightship.frontends.torch.structure import LossFn

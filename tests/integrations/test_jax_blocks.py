@@ -13,10 +13,12 @@ import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
 from tightship.integrations import jax_search  # noqa: E402
+from tightship.integrations.jax_bodies import program_of  # noqa: E402
 from tightship.integrations.jax_compiled import compile_for, look_at, memory_of  # noqa: E402
-from tightship.integrations.jax_levels import Planner, _check, _frame, unplanned_bytes  # noqa: E402
+from tightship.integrations.jax_frames import frame_of  # noqa: E402
+from tightship.integrations.jax_levels import Planner, unplanned_bytes  # noqa: E402
 from tightship.integrations.jax_policies import block_names, steps_of_policy, unbeaten  # noqa: E402
-from tightship.integrations.jax_regions import program_of  # noqa: E402
+from tightship.integrations.jax_schedules import check_steps  # noqa: E402
 from tightship.integrations.jax_search import Candidate, Search, _key  # noqa: E402
 
 LAYERS = 4
@@ -111,7 +113,7 @@ def test_blocks_make_again_what_they_dropped_once(name) -> None:
     program = program_of(jax.jit(step_of(attention)).trace(weights(), X).jaxpr)
     planner = Planner("select")
     level = planner.by_policy(program, name, math.inf)
-    _check(level.ops.graph, level.steps)
+    check_steps(level.ops.graph, level.steps)
     again = [op for twice, op in level.steps if twice]
     assert len(again) == len(set(again)) == level.again
     assert all(level.ops.graph.ops[op].phase == "forward" for op in again)
@@ -351,5 +353,5 @@ def test_unbeaten_names_come_by_operations() -> None:
 
 def test_a_policy_of_a_graph_without_ops_is_nothing() -> None:
     program = program_of(jax.jit(lambda x: x).trace(jnp.ones(4)).jaxpr)
-    frame = _frame(Planner("select")._ops_of(program), None, 1.0, math.inf)
+    frame = frame_of(Planner("select")._ops_of(program), None, 1.0, math.inf)
     assert steps_of_policy(frame.graph, 0, [], "blocks/2/2", loops=False) == []

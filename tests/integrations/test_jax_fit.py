@@ -17,18 +17,13 @@ from tightship.errors import BadInput, Infeasible  # noqa: E402
 from tightship.frontends.jax_function import _chosen  # noqa: E402
 from tightship.frontends.jax_ops import Ops  # noqa: E402
 from tightship.frontends.jax_program import inlined  # noqa: E402
+from tightship.integrations.jax_bodies import bodies_of, program_of  # noqa: E402
 from tightship.integrations.jax_compiled import _stopped, compile_for, look_at, memory_of, operations_of  # noqa: E402
 from tightship.integrations.jax_fit import FittedStep  # noqa: E402
 from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out  # noqa: E402
-from tightship.integrations.jax_levels import (  # noqa: E402
-    Planner,
-    _peak,
-    _plan,
-    _whole,
-    unplanned_bytes,
-)  # fmt: skip
+from tightship.integrations.jax_levels import Planner, unplanned_bytes  # noqa: E402
 from tightship.integrations.jax_policies import POLICIES  # noqa: E402
-from tightship.integrations.jax_regions import bodies_of, program_of  # noqa: E402
+from tightship.integrations.jax_schedules import Schedules, peak_of, plan_steps, whole_steps  # noqa: E402
 from tightship.integrations.jax_search import _key  # noqa: E402
 from tightship.simulate import replay  # noqa: E402
 
@@ -1009,27 +1004,26 @@ def test_what_was_reached_for_one_budget_is_known_to_another(tmp_path) -> None:
 class TestLevels:
     def test_a_graph_is_planned_once_where_no_better_plan_would_be_found(self, monkeypatch) -> None:
         graph = Ops(program_of(jax.jit(step_of(in_a_row)).trace(separate(weights()), X).jaxpr)).graph
-        planner, asked = Planner("select"), []
+        schedules, asked, work = Schedules(), [], Planner("select").work
 
         def plan(graph, beyond, work):
             asked.append((beyond, work))
-            return _plan(graph, beyond, work)
+            return plan_steps(graph, beyond, work)
 
-        monkeypatch.setattr("tightship.integrations.jax_levels._plan", plan)
-        whole = _peak(graph, [(False, op) for op in range(len(graph.ops))]) - graph.static_bytes
-        wide = planner._plan(graph, 0.7 * whole)
-        need = _peak(graph, wide) - graph.static_bytes
+        monkeypatch.setattr("tightship.integrations.jax_schedules.plan_steps", plan)
+        whole = peak_of(graph, [(False, op) for op in range(len(graph.ops))]) - graph.static_bytes
+        wide = schedules.within(graph, 0.7 * whole, work)
+        need = peak_of(graph, wide) - graph.static_bytes
         assert need < 0.7 * whole
-        assert planner._plan(graph, float(need)) == wide  # is within that, too
-        assert planner._plan(graph, 0.99 * need) != wide
-        least = planner._plan(graph, 0.02 * whole)
-        assert planner._plan(graph, 0.01 * whole) == least  # the least there is
+        assert schedules.within(graph, float(need), work) == wide  # is within that, too
+        assert schedules.within(graph, 0.99 * need, work) != wide
+        least = schedules.within(graph, 0.02 * whole, work)
+        assert schedules.within(graph, 0.01 * whole, work) == least  # the least there is
         assert [beyond for beyond, _ in asked] == [0.7 * whole, 0.99 * need, 0.02 * whole]
-        planner._work *= 2
-        assert planner._plan(graph, 0.7 * whole) and len(asked) == 4
+        assert schedules.within(graph, 0.7 * whole, 2 * work) and len(asked) == 4
         other = replace(graph, ops=(*graph.ops[:-1], replace(graph.ops[-1], workspace=whole)))
         assert other.digest == graph.digest
-        assert planner._plan(other, 0.7 * whole) and len(asked) == 5
+        assert schedules.within(other, 0.7 * whole, work) and len(asked) == 5
 
     @pytest.mark.parametrize("policy", [None, *POLICIES])
     def test_peaks_are_those_of_a_replay(self, policy) -> None:
@@ -1040,7 +1034,9 @@ class TestLevels:
         graph, steps = level.ops.graph, level.steps
         assert any(twice for twice, _ in steps)
         assert (
-            _peak(graph, steps) == replay(graph, _whole(graph, steps)).peak == graph.static_bytes + level.peak
+            peak_of(graph, steps)
+            == replay(graph, whole_steps(graph, steps)).peak
+            == graph.static_bytes + level.peak
         )
 
     def test_the_program_is_the_function(self) -> None:

@@ -14,9 +14,9 @@ import tightship  # noqa: E402
 from tightship.frontends.jax_function import on_values  # noqa: E402
 from tightship.frontends.jax_in_place import early, writers, written_over  # noqa: E402
 from tightship.frontends.jax_ops import Ops  # noqa: E402
+from tightship.integrations.jax_bodies import program_of  # noqa: E402
 from tightship.integrations.jax_compiled import compile_for, memory_of  # noqa: E402
 from tightship.integrations.jax_levels import unplanned_bytes  # noqa: E402
-from tightship.integrations.jax_regions import program_of  # noqa: E402
 from tightship.integrations.jax_search import Row, Search  # noqa: E402
 
 KEY = jax.random.PRNGKey(0)

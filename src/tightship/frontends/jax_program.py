@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 
+from tightship.cached import cached_property
 from tightship.frontends.jaxpr import bytes_of, called, flops_of
 
 __all__ = [
@@ -62,15 +63,15 @@ class Equation:
     inner: int = 0
     bodies: tuple[Program, ...] = ()
 
-    @property
+    @cached_property
     def name(self) -> str:
         return str(self.made.primitive.name)
 
-    @property
+    @cached_property
     def read(self) -> tuple[int, ...]:
         return tuple(x for x in self.inputs if isinstance(x, int))
 
-    @property
+    @cached_property
     def flops(self) -> int:
         return flops_of(self.made) + self.more
 

@@ -44,6 +44,7 @@ from tightship.integrations.jax_arguments import (
     kind_of,
     parted,
 )
+from tightship.integrations.jax_bodies import program_of
 from tightship.integrations.jax_compiled import (
     Memory,
     compile_for,
@@ -53,7 +54,6 @@ from tightship.integrations.jax_compiled import (
     placed_as,
 )
 from tightship.integrations.jax_levels import Level
-from tightship.integrations.jax_regions import program_of
 from tightship.integrations.jax_search import Archive, Candidate, Search
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget

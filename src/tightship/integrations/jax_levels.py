@@ -15,57 +15,35 @@ from typing import Any
 import jax
 
 from tightship.analysis.bounds import lower_bound
-from tightship.errors import Infeasible
-from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.jax_function import on_values
 from tightship.frontends.jax_ops import Ops
 from tightship.frontends.jax_program import Equation, Program
 from tightship.frontends.jaxpr import bytes_of
-from tightship.graph import Graph, Op, aligned
-from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out
-from tightship.integrations.jax_policies import (
-    POLICIES,
-    Steps,
-    all_saved,
-    block_names,
-    steps_of_policy,
-    unbeaten,
-)
-from tightship.integrations.jax_regions import (
+from tightship.graph import aligned
+from tightship.integrations.jax_bodies import (
     ROWWISE,
-    Pair,
-    PlannedPair,
     bodies_of,
     by_rows,
-    crossing_bytes,
     devices_of,
-    handed_on,
     has_effects,
-    pairs_of,
     with_functions,
 )
-from tightship.plan import Step
-from tightship.planners import default
-from tightship.simulate import baseline, extras, replay
+from tightship.integrations.jax_frames import Frame, Share, frame_of, policy_steps
+from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out
+from tightship.integrations.jax_pairs import Pair, PlannedPair, crossing_bytes, handed_on, pairs_of
+from tightship.integrations.jax_policies import POLICIES, Steps, all_saved, block_names, unbeaten
+from tightship.integrations.jax_schedules import TIGHTENED, Schedules, check_steps, peak_of, whole_steps
+from tightship.simulate import baseline, replay
 
 __all__ = ["Level", "Planner", "unplanned_bytes"]
 
 _WORK, _OF_MANY = 4_000_000, 1_000_000
 """Ops that one search simulates at most: the same plan on every machine. The latter where loops hand on values: there
 is a search for each part of these that is tried, and for each body."""
-_SPARE = 256
-"""This part of the least bytes is added to them where less was asked for: their last ones may cost whole loops."""
-_DROPPED = 64
-"""Repetitions of repetitions that are tried to be left out."""
-_TIGHTENED = 3
-"""How often a plan is looked for at the least peak that was reached."""
 _SHARES = (1.0, 0.85, 0.7, 0.58, 0.47, 0.38, 0.3, 0.23, 0.17, 0.11, 0.05, 0.0)
 """Parts of what loops may hand on, or of the bytes there are for it, that are tried."""
 _STRIDE = 3
 """Every third of them at first, then those beside the best."""
-
-Share = float | str
-"""A part of what loops may hand on, or the policy that says what they do."""
 
 
 @dataclass(frozen=True)
@@ -80,35 +58,6 @@ class Level:
     again: int
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """The graph that is planned for a level, in ``beyond`` bytes; ``op_of``: ops of the level by the graph's (None:
-    none). ``one``: XLA has both bodies of a pair in one computation, as those of shard maps, and would merge what
-    the second makes again with the first time."""
-
-    graph: Graph
-    op_of: tuple[int | None, ...]
-    beyond: float
-    rest: int | None = None
-    one: bool = False
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A plan of a graph that was looked for in ``beyond`` bytes, by so much work, and takes ``need``."""
-
-    beyond: float
-    work: int
-    need: int
-    steps: Steps
-
-    def answers(self, beyond: float, work: int) -> bool:
-        """Whether no better one would be found: it is within fewer bytes, too, or the least there is for more."""
-        return (
-            work <= self.work and beyond <= self.beyond and (self.need <= beyond or self.need > self.beyond)
-        )
-
-
 _Planned = tuple[Level, PlannedPair | None]
 _Way = Callable[[], _Planned]
 
@@ -116,19 +65,20 @@ _Way = Callable[[], _Planned]
 @dataclass
 class Planner:
     """Plans levels. ``log``: what was decided, in the order of the questions; ``given``: such a log, to decide it
-    again as it was. ``hold``: how repetitions are held back (`on_values`)."""
+    again as it was. ``hold``: how repetitions are held back (`on_values`). ``work``: ops that a search simulates."""
 
     hold: str
     log: list[Any] = field(default_factory=list)
     given: Iterator[Any] | None = None
-    _work: int = _WORK
+    work: int = _WORK
+    schedules: Schedules = field(default_factory=Schedules)
     _inner: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _handed: dict[Any, tuple[Any, PlannedPair, list[Any]]] = field(default_factory=dict)
     _pairs: dict[int, tuple[Program, tuple[Pair, ...]]] = field(default_factory=dict)
     _ops: dict[int, tuple[Program, Ops]] = field(default_factory=dict)
     _blocks: dict[int, tuple[Program, dict[str, Level]]] = field(default_factory=dict)
+    _by_name: dict[Any, tuple[Program, Level, list[Any]]] = field(default_factory=dict)
     _least: dict[int, tuple[Ops, int]] = field(default_factory=dict)
-    _plans: dict[Any, list[_Known]] = field(default_factory=dict)
 
     def level(self, program: Program, beyond: float) -> Level:
         """The program with the fewest operations within ``beyond`` bytes, as the model has it, or the one that
@@ -140,11 +90,14 @@ class Planner:
             share = next(self.given)
             self.log.append(share)
             return self._at(program, pairs, beyond, share)[0]
-        work, self._work = self._work, _OF_MANY
-        try:
-            return self._by_shares(program, pairs, beyond)
-        finally:
-            self._work = work
+        return self._apart(_OF_MANY, lambda one: one._by_shares(program, pairs, beyond))
+
+    def _apart(self, work: int, ask: Callable[[Planner], Level]) -> Level:
+        """What a planner whose searches may do so much ``work`` answers; what it decided is logged here."""
+        one = replace(self, log=[], work=work)
+        level = ask(one)
+        self.log.extend(one.log)
+        return level
 
     def _by_shares(self, program: Program, pairs: Sequence[Pair], beyond: float) -> Level:
         """The best of the levels where loops hand on parts of what they may."""
@@ -207,13 +160,18 @@ class Planner:
     def by_policy(self, program: Program, policy: str, beyond: float) -> Level:
         """The program as `jax.checkpoint` with a policy has it: around the bodies of its loops, if it has pairs of
         them, and planned for ``beyond`` bytes beside these; else around all that leads to its gradients."""
-        pairs = self._pairs_of(program)
-        self.log.append(policy if self.given is None else next(self.given))
-        work, self._work = self._work, _OF_MANY if pairs else self._work
-        try:
-            return self._at(program, pairs, beyond, policy)[0]
-        finally:
-            self._work = work
+        key = id(program), policy, beyond
+        if key not in self._by_name or self.given is not None:
+            pairs = self._pairs_of(program)
+            named = policy if self.given is None else next(self.given)
+            work = _OF_MANY if pairs else self.work
+            kept, self.log = self.log, [named]
+            level = self._apart(work, lambda one: one._at(program, pairs, beyond, policy)[0])
+            self._by_name[key] = program, level, self.log
+            self.log = kept
+        _, level, log = self._by_name[key]
+        self.log.extend(log)
+        return level
 
     def _at(
         self, program: Program, pairs: Sequence[Pair], beyond: float, share: Share, pair: Pair | None = None
@@ -238,7 +196,7 @@ class Planner:
 
         def as_they_are() -> _Planned:
             if not any(e.inner for e in made.equations):
-                return self._level(ops, _frame(ops, pair, share, beyond), steps, again)
+                return self._level(ops, frame_of(ops, pair, share, beyond), steps, again)
             whole = Ops(made)
             return self._level(whole, *self._solved(whole, pair, share, beyond), again)
 
@@ -258,7 +216,7 @@ class Planner:
             whole = Ops(planned)
             if any(e.inner for e in planned.equations):
                 return self._level(whole, *self._solved(whole, pair, share, beyond), count)
-            return self._level(whole, _frame(whole, pair, share, beyond), steps, count)
+            return self._level(whole, frame_of(whole, pair, share, beyond), steps, count)
 
         if not short:
             return as_they_are()
@@ -301,9 +259,9 @@ class Planner:
             self._ops[id(program)] = program, Ops(program)
         return self._ops[id(program)][1]
 
-    def _level(self, ops: Ops, frame: _Frame, steps: Steps, again: int) -> _Planned:
+    def _level(self, ops: Ops, frame: Frame, steps: Steps, again: int) -> _Planned:
         graph = frame.graph
-        full = _whole(graph, steps)
+        full = whole_steps(graph, steps)
         line = replay(graph, full)
         own = [(twice, op) for twice, k in steps if (op := frame.op_of[k]) is not None]
         flops = sum(ops.graph.ops[op].flops for _, op in own)
@@ -327,7 +285,7 @@ class Planner:
 
     def _halves(self, pair: Pair, beyond: float, share: Share) -> PlannedPair:
         """A pair's bodies where ``share`` of what they may is handed on, within ``beyond`` bytes each."""
-        key = (id(pair.first.made), id(pair.second.made), share, beyond)
+        key = (id(pair.first.made), id(pair.second.made), share, beyond, self.work)
         if key not in self._handed or self.given is not None:
             kept, self.log = self.log, []
             planned = self._at(pair.joined, self._pairs_of(pair.joined), beyond, share, pair)[1]
@@ -340,23 +298,23 @@ class Planner:
 
     def _solved(
         self, ops: Ops, pair: Pair | None, share: Share, beyond: float, policy: str | None = None
-    ) -> tuple[_Frame, Steps]:
+    ) -> tuple[Frame, Steps]:
         """The plan of a level. Bodies of a pair that cannot be had within ``beyond`` bytes take what they must, and
         hand on no more for that."""
         if policy is not None:
-            frame = _frame(ops, pair, share, beyond)
-            return frame, _steps_of_policy(ops, frame, policy)
+            frame = frame_of(ops, pair, share, beyond)
+            return frame, policy_steps(ops, frame, policy)
         if pair is None or beyond == math.inf:
-            frame = _frame(ops, pair, share, beyond)
+            frame = frame_of(ops, pair, share, beyond)
             return frame, self._solve(frame)
         if self.given is not None:
-            frame = _frame(ops, pair, share, float(next(self.given)))
+            frame = frame_of(ops, pair, share, float(next(self.given)))
             return frame, self._solve(frame)
         beyond, over = max(beyond, self._least.get(id(ops), (ops, 0))[1]), math.inf
-        for _ in range(1 + _TIGHTENED):
-            frame = _frame(ops, pair, share, beyond)
-            steps = self._plan(frame.graph, beyond)
-            need = _peak(frame.graph, steps) - frame.graph.static_bytes
+        for _ in range(1 + TIGHTENED):
+            frame = frame_of(ops, pair, share, beyond)
+            steps = self.schedules.within(frame.graph, beyond, self.work)
+            need = peak_of(frame.graph, steps) - frame.graph.static_bytes
             if need <= beyond + (1 << 10):
                 break
             least = self._least_of(ops, pair)
@@ -371,30 +329,19 @@ class Planner:
     def _least_of(self, ops: Ops, pair: Pair) -> int:
         """The bytes that bodies of a pair take whatever is handed on, as near as plans come."""
         if id(ops) not in self._least:
-            graph = _frame(ops, pair, 0.0, 0.0).graph
-            self._least[id(ops)] = ops, _peak(graph, self._plan(graph, 0.0)) - graph.static_bytes
+            graph = frame_of(ops, pair, 0.0, 0.0).graph
+            self._least[id(ops)] = (
+                ops,
+                peak_of(graph, self.schedules.within(graph, 0.0, self.work)) - graph.static_bytes,
+            )
         return self._least[id(ops)][1]
 
-    def _plan(self, graph: Graph, beyond: float) -> Steps:
-        """`_plan`, of graphs that are alike once: what loops run inside is asked for again and again, in the bytes
-        that each plan around it leaves."""
-        if beyond == math.inf:
-            return _plan(graph, beyond, self._work)
-        costs = tuple((op.workspace, op.time) for op in graph.ops)  # which a digest leaves out
-        known = self._plans.setdefault((graph.digest, costs), [])
-        found = next((k for k in known if k.answers(beyond, self._work)), None)
-        if found is None:
-            steps = _plan(graph, beyond, self._work)
-            found = _Known(beyond, self._work, _peak(graph, steps) - graph.static_bytes, steps)
-            known.append(found)
-        return found.steps
-
-    def _solve(self, frame: _Frame) -> Steps:
+    def _solve(self, frame: Frame) -> Steps:
         if self.given is not None:
             steps = [(bool(twice), int(op)) for twice, op in next(self.given)]
-            _check(frame.graph, steps)
+            check_steps(frame.graph, steps)
         else:
-            steps = self._plan(frame.graph, frame.beyond)
+            steps = self.schedules.within(frame.graph, frame.beyond, self.work)
         self.log.append(steps)
         return steps
 
@@ -430,9 +377,9 @@ class Planner:
     def _within(self, program: Program) -> Program:
         return replace(program, equations=[self._measured(e) for e in program.equations])
 
-    def _room(self, program: Program, ops: Ops, frame: _Frame, steps: Steps, beyond: float) -> dict[int, int]:
+    def _room(self, program: Program, ops: Ops, frame: Frame, steps: Steps, beyond: float) -> dict[int, int]:
         """Bytes left for what runs inside of equations, where these run."""
-        full = _whole(frame.graph, steps)
+        full = whole_steps(frame.graph, steps)
         line = replay(frame.graph, full)
         found = {}
         for k, step in enumerate(full):
@@ -513,7 +460,7 @@ def _given_out(e: Equation, body: Program) -> int:
 
 
 def _without_inner(program: Program) -> Program:
-    return replace(program, equations=[replace(e, inner=0) for e in program.equations])
+    return replace(program, equations=[replace(e, inner=0) if e.inner else e for e in program.equations])
 
 
 def _repeats(pair: Pair, planned: PlannedPair) -> int:
@@ -525,170 +472,3 @@ def _repeats(pair: Pair, planned: PlannedPair) -> int:
         + twice
         + sum(ops.members[op][-1] < pair.cut for again, op in planned.second if not again)
     )
-
-
-def _frame(ops: Ops, pair: Pair | None, share: Share, beyond: float) -> _Frame:
-    """The graph of a level. Of a pair: the first body, then an op that needs all but what may be handed on, then the
-    second body, for which all that it reads of the first is kept, or made again."""
-    if pair is None:
-        return _Frame(ops.graph, tuple(range(len(ops.graph.ops))), beyond)
-    body, begins, own = ops.program, pair.begins, pair.arrives
-    most = crossing_bytes(body, pair.cut, begins)
-    all_of_it = isinstance(share, str) or any(e.once for e in body.equations)
-    saved = most if all_of_it else int(most * float(share))
-    if beyond == math.inf:  # more than either body can take
-        beyond = 2 * saved + 2 * body.nbytes(range(len(body.avals))) + sum(e.inner for e in body.equations)
-    saved += sum(aligned(bytes_of(body.avals[v])) for v in own)  # what comes between is there, too
-    room = max(0, int(beyond) - saved)
-    b, home = GraphBuilder(), {}
-    op_of: list[int | None] = []
-
-    def add(op: Op, of: int | None = None) -> int:
-        op_of.append(of)
-        return b.op(op)
-
-    for v in (*body.constants, *body.inputs):
-        kind = "activation" if v in begins or v in own else "parameter"
-        home[v] = b.tensor(f"{kind}.{v}", bytes_of(body.avals[v]), kind=kind)
-    b.inputs = [home[v] for v in (*body.constants, *body.inputs) if v not in begins and v not in own]
-    add(Op("begins", "begins", (), tuple(home[v] for v in sorted(begins)), effect=True))
-    rest = None
-    kept = [v for v in body.outputs[: len(pair.keeps)] if isinstance(v, int)]
-
-    def middle() -> int:
-        add(Op("ends", "ends", tuple(dict.fromkeys(home[v] for v in kept)), effect=True))
-        made = tuple(home[v] for v in sorted(own))
-        return add(Op("rest", "rest", (), made, workspace=room, effect=True))
-
-    for k, (row, results, op) in enumerate(zip(ops.members, ops.results, ops.graph.ops, strict=True)):
-        if rest is None and row[-1] >= pair.cut:
-            rest = middle()
-        for v in results:
-            home[v] = b.tensor(f"made.{v}", bytes_of(body.avals[v]))
-        reads = tuple(home[v] for v in ops.reads(row))
-        phase = "forward" if rest is None else "backward"
-        add(replace(op, inputs=reads, outputs=tuple(home[v] for v in results), phase=phase), k)
-    rest = middle() if rest is None else rest
-    given = set(b.inputs)
-    ends = [home[v] for v in body.outputs[len(pair.keeps) :] if isinstance(v, int)]
-    graph = b.graph([v for v in dict.fromkeys(ends) if v not in given], "pair")
-    return _Frame(graph, tuple(op_of), beyond, rest, pair.first.name == "shard_map")
-
-
-def _steps_of_policy(ops: Ops, frame: _Frame, policy: str) -> Steps:
-    equations = ops.program.equations
-    made = [None if of is None else equations[ops.members[of][-1]].made for of in frame.op_of]
-    return steps_of_policy(frame.graph, _backward_of(frame), made, policy, loops=frame.rest is not None)
-
-
-def _backward_of(frame: _Frame) -> int:
-    """Where the backward pass of a level begins."""
-    phases = [op.phase for op in frame.graph.ops]
-    if frame.rest is not None:
-        return frame.rest
-    return phases.index("backward") if "backward" in phases else len(phases)
-
-
-def _plan(graph: Graph, beyond: float, work: int) -> Steps:
-    """Which op runs when, so that the graph takes ``beyond`` bytes beyond what it is given; as near as plans come in
-    searches of ``work`` each."""
-    if beyond == math.inf or replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
-        return [(False, op) for op in range(len(graph.ops))]
-    limit, least = graph.static_bytes + int(beyond), int(aligned(lower_bound(graph)))
-    if limit < least:  # for which nothing is found, slowly
-        limit = least + (least - graph.static_bytes) // _SPARE
-    options = default.Options(order="given", place=False, seconds=60.0, work=work, gap=0.01)
-    for _ in range(_TIGHTENED):
-        try:
-            made = default.plan(graph, limit, options, prove=False)  # nobody reads its bound
-            break
-        except Infeasible as error:
-            limit = max(error.best_peak, error.lower_bound)
-            limit += (limit - graph.static_bytes) // _SPARE
-    else:
-        return [(False, op) for op in range(len(graph.ops))]
-    steps = [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]
-    return _fewer(graph, steps, limit)
-
-
-def _fewer(graph: Graph, steps: Steps, limit: int) -> Steps:
-    """The steps without what is made again although it could have stayed since the last time: all of it, or one
-    repetition after the other, the dearest first."""
-    seen: set[int] = set()
-    more = []
-    for i, (twice, op) in enumerate(steps):
-        if twice and op in seen:
-            more.append(i)
-        if twice:
-            seen.add(op)
-
-    def without(gone: set[int]) -> Steps:
-        return [s for i, s in enumerate(steps) if i not in gone]
-
-    def within(gone: set[int]) -> bool:
-        return _peak(graph, without(gone)) <= limit
-
-    if not more or within(set(more)):
-        return without(set(more))
-    gone: set[int] = set()
-    for i in sorted(more, key=lambda i: -graph.ops[steps[i][1]].time)[:_DROPPED]:
-        if within(gone | {i}):
-            gone.add(i)
-    return without(gone)
-
-
-def _whole(graph: Graph, steps: Steps) -> tuple[Step, ...]:
-    """The steps of a plan: what is done again replaces what there was, and all is freed after its last use."""
-    reads, defines = graph.uses.reads, graph.uses.defines
-    frees: list[list[int]] = [[] for _ in steps]
-    last = dict.fromkeys(graph.kept, len(steps))
-    for i in reversed(range(len(steps))):
-        op = steps[i][1]
-        for s in defines[op]:
-            end = last.pop(s, i)
-            if end < len(steps):
-                frees[end].append(s)
-        for s in reads[op]:
-            if s not in graph.static:
-                last.setdefault(s, i)
-    made = []
-    for (twice, op), dead in zip(steps, frees, strict=True):
-        made.append(Step("recompute", op, tuple(defines[op])) if twice else Step("compute", op))
-        if dead:
-            made.append(Step("free", -1, tuple(dead)))
-    return tuple(made)
-
-
-def _peak(graph: Graph, steps: Steps) -> int:
-    """The peak of `_whole`, without a replay."""
-    reads, defines, size = graph.uses.reads, graph.uses.defines, [s.size for s in graph.storages]
-    change = [0] * (len(steps) + 1)
-    last = dict.fromkeys(graph.kept, len(steps))
-    for i in reversed(range(len(steps))):
-        op = steps[i][1]
-        for s in defines[op]:
-            change[i] += size[s]
-            end = last.pop(s, i)
-            if end < len(steps):
-                change[end + 1] -= size[s]
-        for s in reads[op]:
-            if s not in graph.static:
-                last.setdefault(s, i)
-    live, peak, extra = graph.static_bytes, graph.static_bytes, extras(graph).tolist()
-    for (_, op), more in zip(steps, change, strict=False):
-        live += more
-        peak = max(peak, live + extra[op])
-    return peak
-
-
-def _check(graph: Graph, steps: Steps) -> None:
-    """Raises ``ValueError`` for steps that are none of the graph's."""
-    there = {v for v, x in enumerate(graph.values) if graph.storages[x.storage].kind == "parameter"}
-    ran: set[int] = set()
-    for twice, op in steps:
-        if not 0 <= op < len(graph.ops) or twice != (op in ran) or not set(graph.ops[op].inputs) <= there:
-            raise ValueError("no steps of this graph")
-        ran.add(op)
-        there |= set(graph.ops[op].outputs)
-    if len(ran) != len(graph.ops):
-        raise ValueError("steps are missing")

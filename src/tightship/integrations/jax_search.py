@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import msgspec
 
+from tightship.analysis.bounds import lower_bound
+from tightship.cached import cached_property
 from tightship.errors import Infeasible
 from tightship.frontends.jax_function import on_values
 from tightship.frontends.jax_program import Program
@@ -58,6 +60,12 @@ class _Policy:
     log: list[Any]
     planned: bool
 
+    @cached_property
+    def least(self) -> int:
+        """Bytes that it takes however it is planned beside its loops."""
+        graph = self.level.ops.graph
+        return self.level.peak if self.planned else lower_bound(graph) - graph.static_bytes
+
 
 class Row(msgspec.Struct, frozen=True):
     """A candidate on disk, and the budgets whose answer it is. ``which``: of the search's programs."""
@@ -94,6 +102,9 @@ _AIM = 0.97
 _ALMOST, _MAYBE = 2.0, 1.15
 """How far from the budget's temporaries a policy's program may be that is looked at all the same: by the model, and
 by what XLA made of plans of the model."""
+_ALIKE, _UNLIKE = 1.15, 1.3
+"""How far beyond the budget's temporaries a policy's program may be expected to be, to be looked at: by what XLA made
+of another program of that policy, and by the least part of the model's bytes that it made of any program."""
 _CHEAPER = 0.98
 """Part of the operations of what else there is that a policy takes at most for the former to be enough."""
 _CLOSE, _ANYHOW = 1.1, 1.08
@@ -321,16 +332,26 @@ class Search:
             if row.level.flops > flops:
                 break
             self._policies.remove(row)
+            if self._hopeless(row.name, row.least, _UNLIKE if most < math.inf else _FAR):
+                passed.append(row)
+                continue
             if not row.planned and row.level.peak > self.room * self._scale:
                 self._policies.append(self._policy(row.name, self.room * self._scale))
+                row = replace(row, planned=True)
             far = max(most, self._almost) if row.level.flops < _CHEAPER * flops else most
             if row.level.peak > far:
-                passed.append(replace(row, planned=True))
+                passed.append(row)
                 continue
             self.planner.log = row.log
             if self.look(row.level, row.beyond).memory.temporaries <= self.room:
                 break
         self._policies += passed
+
+    def _hopeless(self, name: str, peak: int, unlike: float) -> bool:
+        """Whether XLA's other programs say that a policy's with such a ``peak`` is far above the budget."""
+        made = [(c.log[:1] == [name], c.memory.temporaries / max(1, c.level.peak)) for c in self.found]
+        own, any_one = (min((r for of, r in made if of or not alike), default=0.0) for alike in (True, False))
+        return self.room < peak * max(own / _ALIKE, any_one / unlike)
 
     def _of_policies(self) -> Iterator[_Policy]:
         """The policies' levels, as `jax.checkpoint` has them. Where one takes more than there is by the model, what

@@ -24,8 +24,9 @@ from tightship.baselines.grappler_nodes import CLONE, TRIGGER, Rewrite, accumula
 from tightship.errors import BadInput, Unsupported
 from tightship.files import write_file
 from tightship.frontends.tensorflow.functions import acyclic, alive_when, frames_of
-from tightship.frontends.tensorflow.lower import Loop, Program, Turn, lower
+from tightship.frontends.tensorflow.lower import lower
 from tightship.frontends.tensorflow.nodes import CONTROL, Node, Web, forwarded, name_of
+from tightship.frontends.tensorflow.program import Loop, Program, Turn
 from tightship.plan import Plan, Step
 
 __all__ = ["COPIES", "accumulated", "planned_graph", "write_graph"]

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder
+from tightship.frontends.tensorflow.condensed import condensed, loop_node, merge_of, renamed
 from tightship.frontends.tensorflow.functions import LOOPS, Frame, Library, frames_of, inlined, merged
 from tightship.frontends.tensorflow.infer import Called, Made, Types, infer, shapes_given, variable_bytes
 from tightship.frontends.tensorflow.load import GraphFile
@@ -26,7 +27,6 @@ from tightship.frontends.tensorflow.nodes import (
     CONTROL,
     FEEDS,
     HANDLES,
-    SWITCHES,
     Node,
     Web,
     caller_kind,
@@ -39,41 +39,11 @@ from tightship.frontends.tensorflow.nodes import (
     whole,
     written_over,
 )
+from tightship.frontends.tensorflow.program import Loop, Program, Turn
 from tightship.graph import Graph, Op, aligned
 from tightship.machine import modeled_time
 
-__all__ = ["Loop", "Program", "Turn", "lower", "names"]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What an op runs inside: ``order`` has its nodes as they run, ``loops`` those of them that are loops of
-    Enter and Exit, ``functions`` by name the turns of what its nodes call."""
-
-    order: tuple[str, ...]
-    loops: Mapping[str, Loop] = field(default_factory=dict)
-    functions: Mapping[str, Turn] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A loop of Enter and Exit as one op: the nodes it waits with, those that wait for it, and what it runs."""
-
-    enters: tuple[str, ...]
-    exits: tuple[str, ...]
-    turn: Turn
-
-
-@dataclass(frozen=True)
-class Program:
-    """A file and its graph, calls inlined. An op's name is its node's; a value's is ``node:port``. ``fetch``: the
-    nodes that are run, none: all. ``turn``: what runs inside ops."""
-
-    file: GraphFile
-    graph: Graph
-    nodes: tuple[Node, ...]
-    fetch: tuple[str, ...] = ()
-    turn: Turn = Turn(())
+__all__ = ["lower", "names"]
 
 
 def names(text: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -166,7 +136,7 @@ class _Lowering:
         inner: bool = False,
     ) -> _Lowering:
         """The lowering of the nodes that are in no loop, or of a turn of the one that is called ``within``."""
-        loops, alias, here = _condensed(proto, frames, within)
+        loops, alias, here = condensed(proto, frames, within)
         own = frames.get(within)
         starts = {*own.enters, *own.carried} if own else set()
         nodes = []
@@ -183,9 +153,9 @@ class _Lowering:
                 name = at[n.name]
                 if name not in done:
                     done.add(name)
-                    nodes.append(_loop_node(name, loops[name], entries, alias))
+                    nodes.append(loop_node(name, loops[name], entries, alias))
             elif n.name in here:
-                inputs = () if n.name in starts else tuple(_renamed(i, alias) for i in n.input)
+                inputs = () if n.name in starts else tuple(renamed(i, alias) for i in n.input)
                 nodes.append(Node(n.name, n.op, inputs, n.device, "_recompute_hint" in n.attr))
         known = {**entries, **{name: entries[f.enters[0]] for name, f in loops.items()}}
         types = replace(types, results=results, stateful=frozenset(stateful))
@@ -439,7 +409,7 @@ class _Lowering:
             own = low.builder.storage_of(low.value_of[merge, 0])
             stays = low.builder.storage_of(low.value_of[back, 0]) == own
             items = self.types.results[merge][0].items is not None
-            exits = [k for k, e in enumerate(frame.exits) if _merge_of(self.proto, e) == merge]
+            exits = [k for k, e in enumerate(frame.exits) if merge_of(self.proto, e) == merge]
             for k in exits:
                 given_by[k] = merge
                 if stays and not items and self.types.results[enter][0].nbytes:
@@ -542,55 +512,6 @@ def _kept(body: Called, low: _Lowering) -> dict[int, int]:
         if low.builder.storage_of(given) == low.builder.storage_of(value):
             found[k] = k
     return found
-
-
-def _merge_of(entries: Mapping[str, Any], leaving: str) -> str:
-    """The Merge whose value an Exit hands out."""
-    switch = entries[name_of(entries[leaving].input[0])]
-    return name_of(switch.input[0]) if switch.op in SWITCHES else ""
-
-
-def _condensed(
-    proto: Any, frames: Mapping[str, Frame], within: str
-) -> tuple[dict[str, Frame], dict[str, tuple[str, int]], set[str]]:
-    """Of the nodes in the loop ``within`` (no loop): the loops right inside it, by a name that is free; their Exits;
-    and the nodes that are in none of them."""
-    taken = {n.name for n in proto.node}
-    loops: dict[str, Frame] = {}
-    for frame in frames.values():
-        if frame.parent != within:
-            continue
-        name, k = frame.name.rpartition("\n")[2], 1
-        while name in taken:
-            k += 1
-            name = f"{frame.name.rpartition(chr(10))[2]}_{k}"
-        taken.add(name)
-        inside = [m for f in frames.values() if f.name.startswith(frame.name + "\n") for m in f.members]
-        loops[name] = replace(frame, members=(*frame.members, *inside))
-    alias = {e: (name, k) for name, f in loops.items() for k, e in enumerate(f.exits)}
-    deeper = {m for f in loops.values() for m in f.members}
-    own = frames[within].members if within else [n.name for n in proto.node]
-    leaving = set(frames[within].exits) if within else set()
-    return loops, alias, {n for n in own if n not in deeper and n not in leaving}
-
-
-def _renamed(text: str, alias: Mapping[str, tuple[str, int]]) -> str:
-    """An input where loops are one node."""
-    name = name_of(text)
-    if name not in alias:
-        return text
-    loop, k = alias[name]
-    return f"^{loop}" if text.startswith("^") else f"{loop}:{k}" if k else loop
-
-
-def _loop_node(
-    name: str, frame: Frame, entries: Mapping[str, Any], alias: Mapping[str, tuple[str, int]]
-) -> Node:
-    """A loop as one node: it reads what its Enters read."""
-    given = [_renamed(i, alias) for e in frame.enters for i in entries[e].input]
-    data = [i for i in given if not i.startswith("^")]
-    waits = dict.fromkeys(i for i in given if i.startswith("^"))
-    return Node(name, "Frame", (*data, *waits), entries[frame.enters[0]].device)
 
 
 def _swaps(node: Any) -> list[str]:
