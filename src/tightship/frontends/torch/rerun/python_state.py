@@ -13,6 +13,7 @@ import functools
 import io
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -123,7 +124,7 @@ class _Reachable:
             self._file(x)
         elif isinstance(x, types.GeneratorType) or hasattr(type(x), "__next__"):
             self._iterator(x)
-        elif not self._drawing(x) and not isinstance(x, torch.Tensor):
+        elif not self._drawing(x) and not isinstance(x, torch.Tensor) and not _of_threads(x):
             self._object(x)
 
     def _function(self, fn: types.FunctionType) -> None:
@@ -245,7 +246,8 @@ class _Reachable:
             held = dict(attributes)
 
             def put_back() -> None:
-                refill(attributes, {k: self._now(v) for k, v in held.items()})
+                if not _of_threads(x):  # the step's code may have started one
+                    refill(attributes, {k: self._now(v) for k, v in held.items()})
 
             self._undo.append(put_back)
             self._held(held.values())
@@ -265,6 +267,20 @@ _LIBRARIES = {
     "torch", "numpy", "scipy", "transformers", "builtins", "tightship", "jax", "tensorflow", "pandas", "sympy",
     *sys.stdlib_module_names,
 } - {"__main__"}  # fmt: skip
+
+
+def _of_threads(x: Any) -> bool:
+    """Whether threads agree by an object: others wait for it or change it, too, and what they did is not undone. With
+    no other thread it is as any other, but that no thread can be set back that has begun."""
+    modules = {cls.__module__.partition(".")[0] for cls in type(x).__mro__}
+    if not modules.isdisjoint(_OF_THREADS):
+        return True
+    return not modules.isdisjoint(("threading", "queue")) and (
+        isinstance(x, threading.Thread) or threading.active_count() > 1
+    )
+
+
+_OF_THREADS = ("_thread", "_queue", "asyncio", "concurrent", "multiprocessing", "socket", "subprocess")
 
 
 def _own(x: Any, name: str, default: Any = None) -> Any:
