@@ -75,8 +75,24 @@ def inside_of_a_block(model, x):
     return (mean * scale).square().mean()
 
 
+def calls_at_the_end(model, x):
+    mean, scale = model(x)
+    ended = []
+    for part in (mean, scale):
+        try:
+            with torch.enable_grad():
+                assert torch.all(part < 1e6)
+        finally:
+            ended.append(len(ended))
+            if len(ended) > 1:
+                ended.clear()
+    return (mean * scale).square().mean()
+
+
 @pytest.mark.parametrize(
-    "loss", [normal, whole, torchs_own, asserted, two_conditions, inside_of_a_block], ids=lambda f: f.__name__
+    "loss",
+    [normal, whole, torchs_own, asserted, two_conditions, inside_of_a_block, calls_at_the_end],
+    ids=lambda f: f.__name__,
 )
 def test_planned(loss, tmp_path):
     def build():
@@ -96,6 +112,34 @@ def caught(model, x):
     return (mean * scale).square().mean()
 
 
+def caught_whatever_it_is(model, x):
+    mean, scale = model(x)
+    try:
+        assert (mean > 0).all()
+    except:  # noqa: E722
+        mean = mean.clamp(min=0)
+    return (mean * scale).square().mean()
+
+
+def number_or_none(model, x):
+    mean, scale = model(x)
+    try:
+        factor = scale.sum().item()
+    except Exception:  # what a step cannot answer is no error of eager's
+        factor = 0.0
+    return (mean * factor).square().mean()
+
+
+def left_in_the_end(model, x):
+    mean, scale = model(x)
+    for factor in (1.0, 2.0):
+        try:
+            assert (mean > factor).all()
+        finally:
+            break  # noqa: B012
+    return (mean * scale).square().mean()
+
+
 def both_go_on(model, x):
     mean, scale = model(x)
     if (mean > 0).all():
@@ -111,7 +155,11 @@ def keeps_what_it_saw(model, x):
     return (mean * scale).square().mean()
 
 
-@pytest.mark.parametrize("loss", [caught, both_go_on, keeps_what_it_saw], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [caught, caught_whatever_it_is, number_or_none, left_in_the_end, both_go_on, keeps_what_it_saw],
+    ids=lambda f: f.__name__,
+)
 def test_what_goes_on_runs_in_eager(loss):
     model = Net()
     with pytest.warns(Fallback, match="must not depend on data"):

@@ -114,9 +114,12 @@ def _catches(code: CodeType, at: int) -> bool:
     for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
         if not entry.start <= at < entry.end:
             continue
-        for row in rows[places[entry.target] :]:
+        handler = [row for row in rows[places[entry.target] :] if row.opname != "PUSH_EXC_INFO"]
+        if handler[0].opname == "POP_TOP":  # of any error; further on it is what a `finally` calls
+            return True
+        for row in handler:
             if row.opname in ("WITH_EXCEPT_START", "RERAISE", "CLEANUP_THROW"):
                 break
-            if row.opname in ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "POP_TOP", "POP_EXCEPT"):
+            if row.opname in ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "POP_EXCEPT"):
                 return True
     return False

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightship.errors import Unplannable, Unsupported
+from tightship.errors import TightshipError, Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_calls, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
 from tightship.frontends.torch.program import tensors_in
@@ -97,17 +97,24 @@ class Rerun(TorchFunctionMode):
         self._watched: list[tuple[torch.Tensor, bytes]] = []
         self._watched_bytes = 0
         self.shown = [self.trace]  # the traces whose tensors the code has seen
+        self._refused: TightshipError | None = None  # by a call, whatever the code made of it
 
     def run(self, code: Callable[[Any], Any]) -> Any:
-        """What ``code(batch)`` returns, every torch function that it calls being answered here."""
+        """What ``code(batch)`` returns, every torch function that it calls being answered here. What a call was
+        refused for is raised, too, where the code has caught it: in eager there is no error to catch."""
         batch = self._batch_of(self.trace) if self.execution is None else self.execution.capture.stand_ins
         grad = torch.is_grad_enabled()
         try:
             with compat_calls.calls_seen(self.special), self:
-                return code(batch)
-        except BaseException:
+                made = code(batch)
+        except BaseException as error:
             torch.set_grad_enabled(grad)  # whatever failed may have failed in no_grad's exit, too
+            if self._refused is not None and isinstance(error, Exception):
+                raise self._refused from error
             raise
+        if self._refused is not None:
+            raise self._refused
+        return made
 
     def settle(self, results: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """To be called when the code has returned ``results``: their numbers. A trace that goes on from here, or has
@@ -193,6 +200,9 @@ class Rerun(TorchFunctionMode):
         inside, self._inside = self._inside, True
         try:
             return self._capture(func, args, kwargs)
+        except TightshipError as no:
+            self._refused = self._refused or no
+            raise
         finally:
             self._inside = inside
 
