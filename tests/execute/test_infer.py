@@ -353,3 +353,16 @@ def test_two_passes_at_once_are_refused():
         run(x)
     run._busy.release()
     assert same(run(x), x + 1)
+
+
+def test_a_refusal_that_the_models_code_catches_is_raised_all_the_same():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            try:
+                return y * y.sum().item()
+            except Exception:  # of eager's own; there is none
+                return y * 0
+
+    with pytest.raises(Unsupported, match="must not depend on data"):
+        infer(Scaled(4, 4), torch.randn(8, 4))

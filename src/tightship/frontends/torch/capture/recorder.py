@@ -53,6 +53,9 @@ class Recorder(compat.TorchDispatchMode):
         self.asked = -1  # the number of the torch function's call being made
         self._asked_by_sequence: dict[int, int] = {}
         self.refusal: Unsupported | None = None  # the last one, which TorchScript makes an error of its own
+        self.unanswered: Unsupported | None = (
+            None  # the first question to data, whatever the code made of the error
+        )
         # Who owns bytes that belong to the model, found when first needed.
         self._owners: dict[int, tuple[str, Any]] | None = None
         # The fake mode knows a real tensor again only while its fake is there.
@@ -67,6 +70,11 @@ class Recorder(compat.TorchDispatchMode):
     def guards(self) -> list[Guard]:
         """What must be true of the data for the recorded ops to be the right ones."""
         return self.questions.guards
+
+    def check_answered(self) -> None:
+        """To be called when the caller's code has run: raises what it has caught, for in eager nothing was raised."""
+        if self.unanswered is not None:
+            raise self.unanswered
 
     @contextmanager
     def in_phase(self, phase: str) -> Any:
@@ -147,7 +155,11 @@ class Recorder(compat.TorchDispatchMode):
         args, kwargs = map_tree(self._faked, args), map_tree(self._faked, kwargs)
         taken, taken_kw = self.tape.refs(args, str(origin)), self.tape.refs(kwargs, str(origin))
         if fn._schema.name in READS_DATA:
-            return self.questions.value(fn, taken, origin, self.phase)
+            try:
+                return self.questions.value(fn, taken, origin, self.phase)
+            except Unsupported as no:
+                self.unanswered = self.unanswered or no
+                raise
         if kwargs.get("generator") is not None:
             raise Unplannable(
                 f"{fn} at {origin} with a generator", "the step draws from torch's own random state alone",

@@ -288,6 +288,7 @@ class Capture:
             fakes = self._fakes()
             with self.mode, self.recorder, self.readers.active(), self.tracker.active(), self._swapped(fakes):
                 out = called(self.model, fakes.batch)
+                self.recorder.check_answered()
                 replaced = ReplacedData(self.tape, self.mode)
                 self._write_back(replaced.taken(self._replaced(fakes)), fakes)
         given = caches(fakes.batch)
@@ -311,6 +312,7 @@ class Capture:
             stack.enter_context(self.readers.active())
             with self.tracker.active(), self._swapped(fakes):
                 out = loss_fn(self.model, fakes.batch)
+                self.recorder.check_answered()
                 replaced = self._replaced(fakes)
             loss = checked_loss(out)
             results = self._results(out)
