@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import distributions, nn
@@ -9,7 +11,7 @@ from torch.nn import functional
 
 import tightship
 from support.harness import Loop, run
-from tightship.errors import CheckFailed
+from tightship.errors import CheckFailed, Unplannable
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import Fallback
 
@@ -238,3 +240,51 @@ def test_gradients_of_earlier_parts_stay_where_a_check_fails():
         step.backward(batch(2))
     assert all(torch.equal(p.grad, once[n]) for n, p in model.named_parameters())
     step.update()
+
+
+def draws(model, x):
+    try:
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    except Exception:
+        noise = torch.zeros_like(x)
+    return model(x + noise).square().mean()
+
+
+def seeds(model, x):
+    try:
+        torch.manual_seed(1)
+    except Exception:
+        x = x * 2
+    return model(x).square().mean()
+
+
+def converts(model, x):
+    try:
+        model.double()
+    except Exception:
+        x = x * 2
+    model.float()
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("loss", [draws, seeds, converts], ids=lambda f: f.__name__)
+def test_a_refusal_that_the_code_catches_is_not_lost(loss):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    want = loss(copy.deepcopy(model), batch(0))
+    with pytest.warns(Fallback, match="run in eager"):
+        step = tightship.fit(
+            model, loss, torch.optim.SGD(model.parameters(), 0.1), batch(0), "100%", cache=None
+        )
+    assert torch.equal(step(batch(0)), want)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return loss(self.inner, x)
+
+    with pytest.raises(Unplannable):
+        tightship.infer(Whole(), batch(0))

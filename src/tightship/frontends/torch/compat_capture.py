@@ -21,6 +21,7 @@ import torch
 
 from tightship.errors import Unplannable
 from tightship.frontends.torch.compat import require_torch
+from tightship.frontends.torch.refusals import told
 
 require_torch()
 
@@ -494,10 +495,12 @@ _SEEDING = [
 
 
 def _refuse_seed(*_args: object, **_kwargs: object) -> None:
-    raise Unplannable(
-        "setting torch's random state in a step",
-        "the captured ops draw from the state they find, in the order of the step",
-        "seed before the step",
+    raise told(
+        Unplannable(
+            "setting torch's random state in a step",
+            "the captured ops draw from the state they find, in the order of the step",
+            "seed before the step",
+        )
     )
 
 
@@ -505,10 +508,12 @@ def _apply_nothing(module: torch.nn.Module, fn: Callable[[torch.Tensor], Any], r
     """``Module.to`` and its like in the middle of a step: nothing, if nothing has to be converted."""
     for name, t in [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]:
         if fn(t) is not t:
-            raise Unplannable(
-                f"converting {name!r} of a {type(module).__name__} in a step",
-                "a step does not change what its parameters are",
-                "convert the model before",
+            raise told(
+                Unplannable(
+                    f"converting {name!r} of a {type(module).__name__} in a step",
+                    "a step does not change what its parameters are",
+                    "convert the model before",
+                )
             )
     return module
 

@@ -22,6 +22,7 @@ from tightship.frontends.torch.capture.sent_in_place import functional
 from tightship.frontends.torch.capture.sparse import SparseGradients
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker, check_plain
 from tightship.frontends.torch.program import map_tree, tensors_in
+from tightship.frontends.torch.refusals import told
 
 __all__ = ["Recorder"]
 
@@ -53,9 +54,6 @@ class Recorder(compat.TorchDispatchMode):
         self.asked = -1  # the number of the torch function's call being made
         self._asked_by_sequence: dict[int, int] = {}
         self.refusal: Unsupported | None = None  # the last one, which TorchScript makes an error of its own
-        self.unanswered: Unsupported | None = (
-            None  # the first question to data, whatever the code made of the error
-        )
         # Who owns bytes that belong to the model, found when first needed.
         self._owners: dict[int, tuple[str, Any]] | None = None
         # The fake mode knows a real tensor again only while its fake is there.
@@ -70,11 +68,6 @@ class Recorder(compat.TorchDispatchMode):
     def guards(self) -> list[Guard]:
         """What must be true of the data for the recorded ops to be the right ones."""
         return self.questions.guards
-
-    def check_answered(self) -> None:
-        """To be called when the caller's code has run: raises what it has caught, for in eager nothing was raised."""
-        if self.unanswered is not None:
-            raise self.unanswered
 
     @contextmanager
     def in_phase(self, phase: str) -> Any:
@@ -158,23 +151,23 @@ class Recorder(compat.TorchDispatchMode):
             try:
                 return self.questions.value(fn, taken, origin, self.phase)
             except Unsupported as no:
-                self.unanswered = self.unanswered or no
+                told(no)
                 raise
         if kwargs.get("generator") is not None:
-            raise Unplannable(
+            raise told(Unplannable(
                 f"{fn} at {origin} with a generator", "the step draws from torch's own random state alone",
                 "leave generator out",
-            )  # fmt: skip
+            ))  # fmt: skip
         if compat_ops.grows_statistics(fn, args):
-            raise Unplannable(
+            raise told(Unplannable(
                 f"{fn} at {origin} on statistics without a size", "it gives them one in its first run",
                 "run the model once on a batch before fit (in training mode), then steps are planned",
-            )  # fmt: skip
+            ))  # fmt: skip
         if compat_capture.draws_anew() and compat_ops.is_random(fn, args, kwargs):
-            raise Unplannable(
+            raise told(Unplannable(
                 f"{fn} at {origin} in a checkpoint with preserve_rng_state=False",
                 "eager draws other numbers when it recomputes", "leave preserve_rng_state=False out",
-            )  # fmt: skip
+            ))  # fmt: skip
         try:
             out = self._run(fn, args, kwargs, origin)
         except compat.DATA_ERRORS:

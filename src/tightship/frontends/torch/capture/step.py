@@ -30,6 +30,7 @@ from tightship.frontends.torch.optimizer.copy import Rows
 from tightship.frontends.torch.optimizer.given import Several, as_one
 from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
 from tightship.frontends.torch.program import Program, Ref
+from tightship.frontends.torch.refusals import heeded
 from tightship.frontends.torch.structure import (
     BatchSpec,
     Given,
@@ -287,8 +288,8 @@ class Capture:
         with untouched(self.model, self.changes), quiet, torch.no_grad():
             fakes = self._fakes()
             with self.mode, self.recorder, self.readers.active(), self.tracker.active(), self._swapped(fakes):
-                out = called(self.model, fakes.batch)
-                self.recorder.check_answered()
+                with heeded():
+                    out = called(self.model, fakes.batch)
                 replaced = ReplacedData(self.tape, self.mode)
                 self._write_back(replaced.taken(self._replaced(fakes)), fakes)
         given = caches(fakes.batch)
@@ -311,8 +312,8 @@ class Capture:
             stack.enter_context(self.recorder)
             stack.enter_context(self.readers.active())
             with self.tracker.active(), self._swapped(fakes):
-                out = loss_fn(self.model, fakes.batch)
-                self.recorder.check_answered()
+                with heeded():
+                    out = loss_fn(self.model, fakes.batch)
                 replaced = self._replaced(fakes)
             loss = checked_loss(out)
             results = self._results(out)

@@ -20,6 +20,7 @@ from tightship.errors import TightshipError, Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_calls, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
 from tightship.frontends.torch.program import tensors_in
+from tightship.frontends.torch.refusals import heeded, told
 from tightship.frontends.torch.rerun.arguments import (
     Arguments,
     map_tensors,
@@ -97,24 +98,17 @@ class Rerun(TorchFunctionMode):
         self._watched: list[tuple[torch.Tensor, bytes]] = []
         self._watched_bytes = 0
         self.shown = [self.trace]  # the traces whose tensors the code has seen
-        self._refused: TightshipError | None = None  # by a call, whatever the code made of it
 
     def run(self, code: Callable[[Any], Any]) -> Any:
-        """What ``code(batch)`` returns, every torch function that it calls being answered here. What a call was
-        refused for is raised, too, where the code has caught it: in eager there is no error to catch."""
+        """What ``code(batch)`` returns, every torch function that it calls being answered here."""
         batch = self._batch_of(self.trace) if self.execution is None else self.execution.capture.stand_ins
         grad = torch.is_grad_enabled()
         try:
-            with compat_calls.calls_seen(self.special), self:
-                made = code(batch)
-        except BaseException as error:
+            with heeded(), compat_calls.calls_seen(self.special), self:
+                return code(batch)
+        except BaseException:
             torch.set_grad_enabled(grad)  # whatever failed may have failed in no_grad's exit, too
-            if self._refused is not None and isinstance(error, Exception):
-                raise self._refused from error
             raise
-        if self._refused is not None:
-            raise self._refused
-        return made
 
     def settle(self, results: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """To be called when the code has returned ``results``: their numbers. A trace that goes on from here, or has
@@ -201,7 +195,7 @@ class Rerun(TorchFunctionMode):
         try:
             return self._capture(func, args, kwargs)
         except TightshipError as no:
-            self._refused = self._refused or no
+            told(no)
             raise
         finally:
             self._inside = inside
