@@ -14,7 +14,7 @@ from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import Executor
 from tightship.frontends.torch.optimizer.updates import Updater
-from tightship.frontends.torch.rerun import live_step
+from tightship.frontends.torch.rerun import live_step, python_state
 from tightship.frontends.torch.rerun.outcome import understood
 
 
@@ -218,6 +218,29 @@ def test_the_run_before_the_first_step_leaves_nothing_behind():
     again = numpy.random.default_rng(3)
     again.uniform(size=3)
     assert draws.uniform() == again.uniform()
+
+
+LARGE: list[list[list[int]]] = []
+
+
+@pytest.mark.parametrize("where", ["globals", "closure", "model"])
+def test_what_lies_near_to_the_code_is_put_back_beside_a_data_set_of_many_objects(where, monkeypatch):
+    many = [[[k] for k in range(1000)] for _ in range(3)]
+    monkeypatch.setattr(python_state, "LIMIT", 2000)
+    model, counts, others = net(), [], many if where == "closure" else []
+    if where == "model":
+        model.samples = many
+    if where == "globals":
+        LARGE.extend(many)
+
+    def loss_fn(model, pair, seen=counts):
+        counts.append(len(others) + len(LARGE))
+        seen.append(0)
+        return ordinary(model, pair)
+
+    fitted(model, loss_fn)
+    LARGE.clear()
+    assert counts == []
 
 
 def test_a_generator_is_refused_beforehand_and_right_without_preparing():

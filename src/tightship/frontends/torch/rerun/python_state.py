@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ __all__ = ["python_state_kept"]
 
 
 LIMIT = 200_000
-"""Objects looked at, at most; large data sets are rarely what changes."""
+"""Objects looked at, at most, the nearest to the code first: large data sets are rarely what changes."""
 ELEMENTS = 10_000
 """Elements of one container looked into, at most."""
 ARRAY = 1 << 26
@@ -62,19 +63,18 @@ def python_state_kept(*roots: Any) -> Iterator[None]:
 class _Reachable:
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # kept, or another object could get the id
-        self._todo: list[Any] = []
+        self._todo: deque[Any] = deque()
         self._undo: list[Undo] = []
         self._moving: list[tuple[Any, Any]] = []
-        self._copies: dict[
-            int, Any
-        ] = {}  # of iterators that cannot be set back, by id: a copy takes their place
+        # Of iterators that cannot be set back, by id: a copy takes their place.
+        self._copies: dict[int, Any] = {}
         self._replaceable: set[int] = set()
         self._gone: set[int] = set()
 
     def look_at(self, roots: Iterable[Any]) -> None:
         self._todo.extend(roots)
         while self._todo and len(self._seen) < LIMIT:
-            x = self._todo.pop()
+            x = self._todo.popleft()
             if isinstance(x, _PLAIN) or id(x) in self._seen:
                 continue
             self._seen[id(x)] = x
@@ -265,6 +265,7 @@ _PLAIN = (
 _DESCRIPTORS = (property, staticmethod, classmethod, types.MemberDescriptorType, types.GetSetDescriptorType)
 _LIBRARIES = {
     "torch", "numpy", "scipy", "transformers", "builtins", "tightship", "jax", "tensorflow", "pandas", "sympy",
+    "pytest", "_pytest", "pluggy", "IPython", "ipykernel",
     *sys.stdlib_module_names,
 } - {"__main__"}  # fmt: skip
 
