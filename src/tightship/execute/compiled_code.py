@@ -28,7 +28,7 @@ from tightship.execute.kept_code import Choice, KeptCode
 from tightship.execute.script import device_of
 from tightship.execute.settings import Settings
 from tightship.frontends.torch import compat_inductor, compat_optimizers
-from tightship.frontends.torch.capture.data_guards import only_raises
+from tightship.frontends.torch.capture.expectations import only_raises
 from tightship.frontends.torch.capture.flat import Flat, NoFormula, flatten_program
 from tightship.frontends.torch.capture.number_inputs import OpNumber, takes
 from tightship.frontends.torch.collectives import Collective

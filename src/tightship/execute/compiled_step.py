@@ -49,7 +49,7 @@ class CompiledStep(CompiledTogether):
     other number that is of the ops compiles again, which ``notes`` says.
     """
 
-    _shares_updates = False
+    _shares_updates = _may_guess = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         compat_inductor.require_inductor()

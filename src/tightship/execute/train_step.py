@@ -27,10 +27,11 @@ from tightship.execute.settings import Settings
 from tightship.execute.state_dicts import load, saved
 from tightship.execute.train_variants import TrainVariants, check_call
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
+from tightship.frontends.torch.capture.expectations import Expectation, OtherAnswer
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere
 from tightship.frontends.torch.optimizer.given import each
-from tightship.frontends.torch.program import tensors_in
+from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.structure import (
     Pad,
     flatten,
@@ -119,7 +120,8 @@ class TrainStep(TrainVariants):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(self._notes) if self._unplanned is not None else super().notes
+        nothing = self._unplanned is not None or (self._in_eager is not None and not self._variants)
+        return tuple(self._notes) if nothing else super().notes
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters with their gradients, by name. Those of which ranks have parts are DTensors in the
@@ -310,8 +312,7 @@ class TrainStep(TrainVariants):
             return self._run_unplanned(unplanned, batch, whole=held is None)
         check_gradients(held or {})
         try:
-            ending = self._ending(held)
-            return self._run_planned(batch, ending)
+            return self._run_guessing(batch, self._ending(held))
         except Unplannable as no:
             no.add_note("step.prepare(batch) with this batch has it, and those that follow, run in eager")
             raise
@@ -386,6 +387,44 @@ class TrainStep(TrainVariants):
         self._take_over_replaced()
         return out
 
+    def _run_guessing(self, batch: Any, ending: Ending) -> Any:
+        """A planned step; in eager where it has other answers than its program takes for granted."""
+        if self._guesses is None:
+            return self._run_planned(batch, ending)
+        if self._variants and not self._guesses.taken:
+            try:
+                return self._run_planned(batch, ending)
+            except OtherAnswer as no:  # a question that no step before this one has had
+                self._learn(no)
+                no.add_note(
+                    "nothing is updated, and what the step's code has done is not undone; call it again"
+                )
+                raise
+        other: list[OtherAnswer | Unplannable] = []
+        with self._undone(when=lambda: bool(other)):
+            try:
+                out = self._run_planned(batch, ending)
+            except (OtherAnswer, Unplannable) as no:
+                other.append(no)
+            else:
+                self._guesses.were_right()
+                return out
+        note = f"the step runs in eager, where the budget is not kept, as there is {other[0].what}"
+        self._learn(other[0])
+        if self._guesses.hopeless:
+            note = self._fall_back(other[0])
+        elif note not in self._notes:
+            self._notes.append(note)
+        warnings.warn(note, Fallback, stacklevel=_callers_level())
+        self._in_eager = Unplanned(other[0])
+        return self._run_unplanned(self._in_eager, batch, whole=not ending.leaves)
+
+    def _learn(self, other: OtherAnswer | Unplannable) -> None:
+        assert self._guesses is not None
+        if self._guesses.learn(other):
+            self._variants.clear()
+            self._arena = None
+
     def _run_planned(self, batch: Any, ending: Ending) -> Any:
         variant, tensors, asked = self._run_code(batch, ending)
         self._check_ranks(variant.program)
@@ -401,7 +440,8 @@ class TrainStep(TrainVariants):
             eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
         self._put_away()
         replaced = self._replacing(variant, tensors, asked)
-        results = variant.executor.run(tensors, consume=True, updating=self._updating)
+        with _written_back(variant.program, tensors):
+            results = variant.executor.run(tensors, consume=True, updating=self._updating)
         self._replaced(replaced, results)
         made, parameters = variant.program.gradients, dict(self._owned.parameters)
         count = len(variant.program.results) - len(made)
@@ -543,3 +583,23 @@ def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"a training step while {n!r} has a gradient", "a step starts with zero_grad and leaves no gradients",
                 "call optimizer.zero_grad() before the step",
             )  # fmt: skip
+
+
+@contextmanager
+def _written_back(program: Program, tensors: Sequence[Any]) -> Iterator[None]:
+    """Where the step turns out to have another answer than the program, what it has written before (running
+    statistics) is as it was. What is trained is not written before that is known."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if any(isinstance(c.fn, Expectation) and not c.fn.raises for c in program.calls):
+        written = {s for op in program.graph.ops if op.phase != "update" for s in op.mutates}
+        for slot, t in zip(program.slots, tensors, strict=True):
+            of_step = slot.role not in ("parameter", "state", "gradient")
+            if of_step and program.graph.values[slot.value].storage in written:
+                kept.append((t, t.detach().clone()))
+    try:
+        yield
+    except OtherAnswer:
+        with torch.no_grad():
+            for t, before in kept:
+                t.copy_(before)
+        raise

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightship import simulate
-from tightship.errors import Enough, Infeasible, Unsupported
+from tightship.errors import Enough, Infeasible, TightshipError, Unsupported
 from tightship.execute.binding import form_of
 from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel
@@ -30,6 +30,7 @@ from tightship.execute.replicas import Replicas
 from tightship.execute.settings import Settings
 from tightship.frontends.torch import compat_ddp, compat_distributed
 from tightship.frontends.torch.capture.checks import check_hooks, check_model
+from tightship.frontends.torch.capture.expectations import Guesses, Misled, guessing
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import capture_update
@@ -63,6 +64,8 @@ class TrainVariants(PlannedTogether):
 
     _shares_updates = True
     """Whether parameters may share the op that updates them."""
+    _may_guess = True
+    """Whether answers to questions may be taken for granted (`Guesses`)."""
 
     def __init__(
         self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings, *,
@@ -88,6 +91,8 @@ class TrainVariants(PlannedTogether):
         self._updates: Updates | SeveralUpdates | None = None
         self._has_no_update = False
         self._shared: list[torch.Tensor] = []
+        alone = ranks is None and (independent or compat_distributed.world_size() == 1)
+        self._guesses = Guesses() if alone and self._may_guess and not settings.strict else None
 
     def take_over_ddp(self, ddp: Any) -> None:
         """From here on the DistributedDataParallel of the model evaluates, and this trains."""
@@ -191,10 +196,10 @@ class TrainVariants(PlannedTogether):
             self._preparing = False
 
     @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """What the code of the step changes is put back."""
-        hooks = [hook.fn for hook in self._owned.hooks()]
-        with untouched(self.model, [], frozen=False), python_state_kept(self.model, self.loss_fn, *hooks):
+    def _undone(self, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """What the code of the step changes is put back, if ``when`` says so at the end."""
+        roots = (self.model, self.loss_fn, *(hook.fn for hook in self._owned.hooks()))
+        with untouched(self.model, [], frozen=False, when=when), python_state_kept(*roots, when=when):
             yield
 
     def _prepare_parts(self, batch: Any) -> None:
@@ -331,8 +336,16 @@ class TrainVariants(PlannedTogether):
         check_hooks((), self._owned.modules)
         kinds = [TensorLeaf.of(t) for t in tensor_leaves(batch)]
         traces = [t for v in self._fitting(ending) for t in v.traces if t.takes(kinds)]
-        with nullcontext() if traces else self.settings.progress.stage("capturing"):
-            return run_code(self._owned, self._loss(batch), ending, batch, traces)
+        stage = nullcontext() if traces else self.settings.progress.stage("capturing")
+        with stage, guessing(self._guesses):
+            try:
+                return run_code(self._owned, self._loss(batch), ending, batch, traces)
+            except TightshipError:
+                raise
+            except Exception as error:
+                if self._guesses is None or not self._guesses.taken:
+                    raise
+                raise Misled(error) from error
 
     def _fitting(self, ending: Ending) -> list[Variant]:
         modes = self._modes_of(ending)

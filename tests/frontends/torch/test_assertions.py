@@ -105,6 +105,35 @@ def test_planned(loss, tmp_path):
     assert (verdict.kind, verdict.plans) == ("identical", 1), verdict
 
 
+def raised_again(model, x):
+    mean, scale = model(x)
+    try:
+        if not torch.all((mean + x.sum()).abs() < 1e6):
+            raise ArithmeticError("too large")
+    except ArithmeticError as error:
+        model.failed = True
+        raise RuntimeError(f"in the step: {error}") from error
+    except (TypeError, KeyError):
+        raise
+    return (mean * scale).square().mean()
+
+
+def test_errors_that_are_caught_to_be_raised_again_are_errors():
+    model = Net()
+    step = tightship.fit(
+        model,
+        raised_again,
+        torch.optim.SGD(model.parameters(), 0.1),
+        batch(0),
+        "100%",
+        cache=None,
+        strict=True,
+    )
+    step(batch(0))
+    with pytest.raises(tightship.CheckFailed, match="test_assertions"):
+        step(batch(0) * 1e30)
+
+
 def caught(model, x):
     mean, scale = model(x)
     try:
@@ -157,15 +186,37 @@ def keeps_what_it_saw(model, x):
     return (mean * scale).square().mean()
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [caught, caught_whatever_it_is, number_or_none, left_in_the_end, both_go_on, keeps_what_it_saw],
-    ids=lambda f: f.__name__,
-)
-def test_what_goes_on_runs_in_eager(loss):
+GOES_ON = [caught, caught_whatever_it_is, number_or_none, left_in_the_end, both_go_on, keeps_what_it_saw]
+
+
+@pytest.mark.filterwarnings("ignore::tightship.execute.interpreter.Fallback")
+@pytest.mark.parametrize("loss", GOES_ON, ids=lambda f: f.__name__)
+def test_what_goes_on_is_no_check(loss):
+    def trained(ours):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        if ours:
+            step = tightship.fit(model, loss, optimizer, batch(0), "100%", cache=None)
+        for k in range(4):
+            if ours:
+                step(batch(k))
+                continue
+            optimizer.zero_grad()
+            loss(model, batch(k)).backward()
+            optimizer.step()
+        return model
+
+    expected, found = trained(False).state_dict(), trained(True).state_dict()
+    assert [k for k in expected if not torch.equal(expected[k], found[k])] == []
+
+
+@pytest.mark.parametrize("loss", GOES_ON, ids=lambda f: f.__name__)
+def test_what_goes_on_is_refused_where_nothing_may_be_guessed(loss):
     model = Net()
-    with pytest.warns(Fallback, match="must not depend on data"):
-        tightship.fit(model, loss, torch.optim.SGD(model.parameters(), 0.1), batch(0), "100%", cache=None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(Unplannable, match="must not depend on data"):
+        tightship.fit(model, loss, optimizer, batch(0), "100%", cache=None, strict=True)
 
 
 def given_scale(model, x):

@@ -11,6 +11,7 @@ import dis
 import functools
 import os
 import sys
+from collections.abc import Collection
 from types import CodeType
 
 import torch
@@ -24,7 +25,10 @@ _OWN = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.a
 _CALLS = {"PRECALL", "CALL"}
 _PASSED = {"TO_BOOL", "CACHE", "EXTENDED_ARG"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
-_LEAVES = {"RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL"}
+_GOES_ON = {"RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE"}
+_LEAVES = {*_GOES_ON, "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL"}
+_RAISES = {"RAISE_VARARGS", "RERAISE", "CLEANUP_THROW", "WITH_EXCEPT_START"}
+"""What raises; the exit of a ``with`` lets errors pass."""
 
 
 def answer_without_error() -> bool | None:
@@ -87,7 +91,9 @@ def _after_call(rows: list[dis.Instruction], n: int) -> int:
     return n
 
 
-def _raises(rows: list[dis.Instruction], begin: int, places: dict[int, int]) -> bool:
+def _raises(
+    rows: list[dis.Instruction], begin: int, places: dict[int, int], leaves: Collection[str] = _LEAVES
+) -> bool:
     """Whether every way from there comes to a ``raise``, and nothing is handed out before."""
     ways, seen, found = [begin], set[int](), False
     while ways:
@@ -96,30 +102,26 @@ def _raises(rows: list[dis.Instruction], begin: int, places: dict[int, int]) -> 
             continue
         seen.add(n)
         name = rows[n].opname
-        if name in _LEAVES or n + 1 == len(rows):
+        if name in _RAISES:
+            found = True
+            continue
+        if name in leaves or n + 1 == len(rows):
             return False
         if rows[n].opcode in _JUMPS:
             ways.append(places[rows[n].argval])
-        found |= name == "RAISE_VARARGS"
-        if name not in ("RAISE_VARARGS", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"):
+        if name not in ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"):
             ways.append(n + 1)
     return found
 
 
 @functools.lru_cache(1024)
 def _catches(code: CodeType, at: int) -> bool:
-    """Whether an ``except`` of this code may take an error of what is being called."""
+    """Whether an ``except`` of this code goes on after an error of what is being called: one that raises in its turn
+    does not, nor does a ``finally``."""
     rows = list(dis.get_instructions(code))
     places = {row.offset: n for n, row in enumerate(rows)}
-    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
-        if not entry.start <= at < entry.end:
-            continue
-        handler = [row for row in rows[places[entry.target] :] if row.opname != "PUSH_EXC_INFO"]
-        if handler[0].opname == "POP_TOP":  # of any error; further on it is what a `finally` calls
-            return True
-        for row in handler:
-            if row.opname in ("WITH_EXCEPT_START", "RERAISE", "CLEANUP_THROW"):
-                break
-            if row.opname in ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "POP_EXCEPT"):
-                return True
-    return False
+    return any(
+        not _raises(rows, places[entry.target], places, _GOES_ON)
+        for entry in dis._parse_exception_table(code)  # type: ignore[attr-defined]
+        if entry.start <= at < entry.end
+    )

@@ -3,8 +3,8 @@
 They are answered where the answer is known before the ops run: if it comes from constants, the batch, buffers or
 random numbers, a ``Guard`` repeats the question in each step; or it is folded to a constant without the data. "Are
 all numbers finite?" is folded to yes, and the program checks it in every step (``Expectation``); so is a question
-whose other answer only raises an error; "is a number drawn from [0, 1) below 0?" needs no check. Everything else
-stays unanswered.
+whose other answer only raises an error, and one of yes or no where answers may be guessed (`Guesses`); "is a number
+drawn from [0, 1) below 0?" needs no check. Everything else stays unanswered.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightship.errors import CheckFailed, Unplannable, Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_ops
 from tightship.frontends.torch.capture.assertions import answer_without_error
+from tightship.frontends.torch.capture.expectations import Expectation, Question, guesses_now
 from tightship.frontends.torch.capture.known_truths import Reader, name_of
 from tightship.frontends.torch.capture.random_state import random_state_before
 from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape, TapeValue
@@ -29,44 +31,13 @@ from tightship.frontends.torch.program import Ref, derive, evaluate, refs_in, su
 
 __all__ = [
     "READS_DATA",
-    "Expectation",
     "Guard",
     "Questions",
     "form_of",
     "made_of",
-    "only_raises",
     "unsupported",
     "zeros_like",
 ]
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """An op that only checks that a tensor of one element is what the captured control flow took it to be.
-
-    If it is not, raises ``CheckFailed`` where eager raises an error, too (``raises``), else ``Unsupported``: eager
-    would run other ops from here on.
-    """
-
-    expected: bool
-    place: str
-    raises: bool = False
-
-    def __call__(self, answer: torch.Tensor) -> None:
-        if bool(answer.item()) is self.expected:
-            return
-        if self.raises:
-            raise CheckFailed(self.place)
-        raise Unsupported(
-            f"a number that is not finite at {self.place}",
-            "eager takes another path there, which the captured step does not have",
-            "lower the learning rate or run this step in eager",
-        )
-
-
-def only_raises(call: Any) -> bool:
-    """Whether a program's call is a check after which eager goes on the same way, or raises."""
-    return isinstance(call, Expectation) and call.raises
 
 
 # --- what a tensor looks like ---------------------------------------------------------------------------------
@@ -212,6 +183,7 @@ class Questions:
         self._known: dict[tuple[int, int], torch.Tensor] = {}
         self._counted: set[tuple[int, int]] = set()  # masks with a guard on how much they select
         self._counters: dict[tuple[int, int], _Counter] = {}  # by storage and how often it was written
+        self._places: Counter[str] = Counter()  # of questions with answers that are taken for granted
         self.guards: list[Guard] = []
 
     def value(self, fn: Any, args: tuple[Any, ...], origin: Origin, phase: str) -> Any:
@@ -223,15 +195,23 @@ class Questions:
         if known is not None:
             if any(k >= 0 for k in reader.numbered):
                 self._guard_numbers(known.value, frozenset(reader.numbered), fn, origin)
-            if not known.sure:
-                self._expect(wanted[0], Expectation(known.value, str(origin)), origin, phase)
-            return known.value
+            if known.sure:
+                return known.value
+            guess = self._guessed(known.value, origin)
+            expected = Expectation(known.value, str(origin)) if guess is None else guess
+            return self._expect(wanted, expected, origin, phase)
         if self._is_truth(wanted) and not self._is_known(wanted, fn, origin):
             expected = answer_without_error()
             if expected is not None:
-                self._expect(wanted[0], Expectation(expected, str(origin), raises=True), origin, phase)
-                return expected
-        return self._ask(fn, wanted, lambda parts: fn(*parts), origin)
+                return self._expect(wanted, Expectation(expected, str(origin), raises=True), origin, phase)
+        try:
+            return self._ask(fn, wanted, lambda parts: fn(*parts), origin)
+        except Unplannable:
+            yes_or_no = fn._schema.name != READS_DATA[0] or self._is_truth(wanted)
+            guess = self._guessed(reader.likely(wanted), origin) if yes_or_no and phase == "forward" else None
+            if guess is None:
+                raise
+        return self._expect(wanted, guess, origin, phase)
 
     def shapes(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
         """What the results of ``fn`` look like (``form_of``); raises as ``value``."""
@@ -394,9 +374,19 @@ class Questions:
             return False
         return not sources and not any(r.random for r in needed)
 
-    def _expect(self, value: int, check: Expectation, origin: Origin, phase: str) -> None:
-        record = self._tape.call(check, CHECK, (value,), ())
+    def _guessed(self, likely: bool, origin: Origin) -> Expectation | None:
+        guesses, place = guesses_now(), str(origin)
+        if guesses is None:
+            return None
+        question = Question(place, self._places[place])
+        self._places[place] += 1
+        answer = guesses.answer(question, likely)
+        return None if answer is None else Expectation(answer, place, nth=question.nth)
+
+    def _expect(self, wanted: Sequence[int], check: Expectation, origin: Origin, phase: str) -> bool:
+        record = self._tape.call(check, CHECK, tuple(wanted), ())
         record.effect, record.origin, record.phase = True, origin, phase
+        return check.expected
 
     def _slice(
         self, wanted: list[int], fn: Any, origin: Origin

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch import compat, compat_inductor_tracing, compat_optimizers
-from tightship.frontends.torch.capture.data_guards import only_raises
+from tightship.frontends.torch.capture.expectations import only_raises
 from tightship.frontends.torch.capture.number_inputs import OpNumber, computed
 from tightship.frontends.torch.capture.whole_ops import Told, called_whole, is_whole, told_by
 from tightship.frontends.torch.collectives import Collective

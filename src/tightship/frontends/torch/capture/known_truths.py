@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,17 @@ class Reader:
             self.numbered.add(r.asked)
         return rule(self, r.args) if rule else None
 
+    def likely(self, asked: Sequence[int]) -> bool:
+        """What a question of yes or no about these values is mostly answered with: all are, none is; two tensors
+        are equal where both are made of the same."""
+        if len(asked) > 1:
+            makers = [self.maker.get(self.tape.storage(v)) for v in asked]
+            return asked[0] == asked[1] or (None not in makers and _made_alike(*makers))  # type: ignore[arg-type]
+        r, turned = self.maker.get(self.tape.storage(asked[0])), False
+        while r is not None and name_of(r) in ("bitwise_not", "logical_not"):
+            r, turned = self.made_by(r.args[0]), not turned
+        return (r is not None and name_of(r) in ("all", "_is_all_true")) is not turned
+
     def of(self, ref: Any) -> Answer | None:
         return self.truth(ref.value) if type(ref) is Ref else None
 
@@ -70,6 +81,10 @@ class Reader:
 
 def name_of(r: Record) -> str:
     return r.target.removeprefix("aten.").split(".")[0] if r.target.startswith("aten.") else ""
+
+
+def _made_alike(a: Record, b: Record) -> bool:
+    return (a.fn, a.args, a.kwargs) == (b.fn, b.args, b.kwargs)
 
 
 Rule = Callable[[Reader, tuple[Any, ...]], "Answer | None"]

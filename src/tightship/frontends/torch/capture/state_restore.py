@@ -57,8 +57,15 @@ def applied(changes: Iterable[Change]) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(model: torch.nn.Module, changes: list[Change], *, frozen: bool = True) -> Iterator[None]:
-    """Put back what running a model's Python code changes: modules, their attributes, random states.
+def untouched(
+    model: torch.nn.Module,
+    changes: list[Change],
+    *,
+    frozen: bool = True,
+    when: Callable[[], bool] = lambda: True,
+) -> Iterator[None]:
+    """Put back what running a model's Python code changes, if ``when`` says so at the end: modules, their
+    attributes, random states.
 
     ``changes`` receives the public attributes that were set to something else. Raises ``Unsupported`` for
     changes without which the captured step is another one than eager's; if the code is ``frozen``, not to run again
@@ -69,7 +76,7 @@ def untouched(model: torch.nn.Module, changes: list[Change], *, frozen: bool = T
     try:
         with random_state_watched() if frozen else nullcontext():
             yield
-        if _modules(model) != modules:
+        if when() and _modules(model) != modules:
             raise Unsupported(
                 "a model that replaces modules while it runs", "eager would do so in the first step only",
                 "run the model once before capturing it",
@@ -82,9 +89,9 @@ def untouched(model: torch.nn.Module, changes: list[Change], *, frozen: bool = T
                     "draw with torch's functions",
                 )
     finally:
-        for _, _, put, state in states:
+        for _, _, put, state in states if when() else ():
             put(state)
-        for m, attributes, filled in before:
+        for m, attributes, filled in before if when() else ():
             for k, new in vars(m).items():
                 old = attributes.get(k)
                 if not k.startswith("_") and old is not new:

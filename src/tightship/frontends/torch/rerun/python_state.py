@@ -39,8 +39,9 @@ Undo = Callable[[], None]
 
 
 @contextlib.contextmanager
-def python_state_kept(*roots: Any) -> Iterator[None]:
-    """Puts back what code inside changes of the objects that the functions and objects ``roots`` can reach.
+def python_state_kept(*roots: Any, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Puts back what code inside changes of the objects that the functions and objects ``roots`` can reach, if
+    ``when`` says so at the end.
 
     Raises ``Unsupported`` where a generator or another iterator that cannot be set back has moved on.
     """
@@ -49,8 +50,11 @@ def python_state_kept(*roots: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        found.undo()
+        if when():
+            found.undo()
         raise
+    if not when():
+        return
     moved = found.moved()
     found.undo()
     if moved is not None:

@@ -1,0 +1,152 @@
+"""Answers that a program takes for granted: it checks in each step, before anything is updated, that they are right.
+
+Questions of yes or no about what only the step itself computes (``if torch.isinf(h).any()``, ``if loss > limit``) are
+mostly answered as in the step before. Where the caller can run a step again in eager, such an answer is guessed, and
+learnt where the guess was wrong (`Guesses`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from tightship.errors import CheckFailed, Unplannable, Unsupported
+
+__all__ = [
+    "Expectation",
+    "Guesses",
+    "Misled",
+    "OtherAnswer",
+    "Question",
+    "guesses_now",
+    "guessing",
+    "only_raises",
+]
+
+AGAIN = 256
+"""Questions at one place of the code, at most: a loop that only an answer ends is not unrolled for ever."""
+_TURNS = 2
+"""How often the answer of a question may turn out to be the other one for good, at most."""
+_RARE = 4
+"""Of so many steps one may have another answer, and is run in eager."""
+
+
+class Question(NamedTuple):
+    """The ``nth`` at a place of the code."""
+
+    place: str
+    nth: int = 0
+
+
+class OtherAnswer(Unsupported):
+    """A step has another answer to a question than its program was captured with."""
+
+    def __init__(self, question: Question, expected: bool) -> None:
+        self.question, self.expected = question, expected
+        super().__init__(
+            f"another answer than {expected} to the question at {question.place}",
+            "eager takes another path there, which the captured step does not have",
+            "run this step in eager; where a number is no longer finite, lower the learning rate",
+        )  # fmt: skip
+
+
+class Misled(Unplannable):
+    """The step's code has raised an error, perhaps as an answer was taken for granted."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(
+            f"an error ({type(error).__name__}) after an answer that is taken for granted",
+            "with the other answer the code may go on",
+        )
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """An op that only checks that a tensor of one element is what the captured control flow took it to be, or that
+    two tensors are equal, or not.
+
+    If it is not, raises ``CheckFailed`` where eager raises an error, too (``raises``), else `OtherAnswer`: eager
+    would run other ops from here on.
+    """
+
+    expected: bool
+    place: str
+    raises: bool = False
+    nth: int = 0
+
+    def __call__(self, *asked: torch.Tensor) -> None:
+        answer = torch.equal(*asked) if len(asked) > 1 else bool(asked[0].item())
+        if answer is self.expected:
+            return
+        if self.raises:
+            raise CheckFailed(self.place)
+        raise OtherAnswer(Question(self.place, self.nth), self.expected)
+
+
+def only_raises(call: Any) -> bool:
+    """Whether a program's call is a check after which eager goes on the same way, or raises."""
+    return isinstance(call, Expectation) and call.raises
+
+
+class Guesses:
+    """What the captures of one step take for granted, and what its runs say of it."""
+
+    def __init__(self) -> None:
+        self.taken: set[Question] = set()
+        """Questions that captures have guessed the answer of."""
+        self._learnt: dict[Question, bool] = {}
+        self._turns: dict[Question, int] = {}
+        self._last: Question | None = None  # that the last step had another answer to
+        self._proved = False  # whether all were right in a step since one was learnt
+        self._balance = 2 * _RARE
+
+    def answer(self, question: Question, likely: bool) -> bool | None:
+        """None beyond what is guessed at one place."""
+        if question.nth >= AGAIN:
+            return None
+        self.taken.add(question)
+        return self._learnt.get(question, likely)
+
+    def were_right(self) -> None:
+        self._last, self._proved, self._balance = None, True, min(self._balance + 1, 2 * _RARE)
+
+    def learn(self, no: OtherAnswer | Unplannable) -> bool:
+        """Of a step that had to run in eager: whether its answer is taken for granted from now on, as it came twice
+        in a row, or the guess was not right before."""
+        if not isinstance(no, OtherAnswer):
+            self._balance -= _RARE
+            return False
+        again, self._last = not self._proved or self._last == no.question, no.question
+        self._balance -= _RARE
+        if again:
+            self._learnt[no.question] = not no.expected
+            self._turns[no.question] = self._turns.get(no.question, 0) + 1
+            self._last, self._proved, self._balance = None, False, self._balance + 2 * _RARE
+        return again
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether answers change too often to be guessed."""
+        return self._balance < 0 or any(n > _TURNS for n in self._turns.values())
+
+
+_GUESSES: ContextVar[Guesses | None] = ContextVar("guesses", default=None)
+
+
+@contextmanager
+def guessing(guesses: Guesses | None) -> Iterator[None]:
+    """Captures inside take answers for granted, as far as ``guesses`` say; with None, none but finite numbers."""
+    token = _GUESSES.set(guesses)
+    try:
+        yield
+    finally:
+        _GUESSES.reset(token)
+
+
+def guesses_now() -> Guesses | None:
+    return _GUESSES.get()
