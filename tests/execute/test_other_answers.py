@@ -241,7 +241,7 @@ def test_each_fallback_is_said():
         model, wide, torch.optim.SGD(model.parameters(), lr=0.1), data[0], "100%", cache=None
     )
     with pytest.warns(
-        Fallback, match=r"budget is not kept, as there is another answer than \w+ .*test_other_answers"
+        Fallback, match=r"budget is not kept: another answer than \w+ .*test_other_answers"
     ):
         step(data[0])
     assert any("another answer" in n for n in step.notes)

@@ -409,7 +409,7 @@ class TrainStep(TrainVariants):
             else:
                 self._guesses.were_right()
                 return out
-        note = f"the step runs in eager, where the budget is not kept, as there is {other[0].what}"
+        note = f"the step runs in eager, where the budget is not kept: {other[0].what}"
         self._learn(other[0])
         if self._guesses.hopeless:
             note = self._fall_back(other[0])

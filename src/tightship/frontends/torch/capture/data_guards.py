@@ -197,9 +197,8 @@ class Questions:
                 self._guard_numbers(known.value, frozenset(reader.numbered), fn, origin)
             if known.sure:
                 return known.value
-            guess = self._guessed(known.value, origin)
-            expected = Expectation(known.value, str(origin)) if guess is None else guess
-            return self._expect(wanted, expected, origin, phase)
+            finite = self._guessed(known.value, origin) or Expectation(known.value, str(origin))
+            return self._expect(wanted, finite, origin, phase)
         if self._is_truth(wanted) and not self._is_known(wanted, fn, origin):
             expected = answer_without_error()
             if expected is not None:
