@@ -197,20 +197,17 @@ class Questions:
                 self._guard_numbers(known.value, frozenset(reader.numbered), fn, origin)
             if known.sure:
                 return known.value
-            finite = self._guessed(known.value, origin) or Expectation(known.value, str(origin))
-            return self._expect(wanted, finite, origin, phase)
-        if self._is_truth(wanted) and not self._is_known(wanted, fn, origin):
-            expected = answer_without_error()
-            if expected is not None:
-                return self._expect(wanted, Expectation(expected, str(origin), raises=True), origin, phase)
+        raised = answer_without_error() if self._is_truth(wanted) else None
+        fits = known is not None and known.value is raised
+        if raised is not None and (fits or (known is None and not self._is_known(wanted, fn, origin))):
+            return self._expect(wanted, Expectation(raised, str(origin), raises=True), origin, phase)
         try:
             return self._ask(fn, wanted, lambda parts: fn(*parts), origin)
         except Unplannable:
-            yes_or_no = fn._schema.name != READS_DATA[0] or self._is_truth(wanted)
-            guess = self._guessed(reader.likely(wanted), origin) if yes_or_no and phase == "forward" else None
-            if guess is None:
+            check = self._guessed(fn, wanted, None if known is None else known.value, origin, phase)
+            if check is None:
                 raise
-        return self._expect(wanted, guess, origin, phase)
+        return self._expect(wanted, check, origin, phase)
 
     def shapes(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
         """What the results of ``fn`` look like (``form_of``); raises as ``value``."""
@@ -373,13 +370,20 @@ class Questions:
             return False
         return not sources and not any(r.random for r in needed)
 
-    def _guessed(self, likely: bool, origin: Origin) -> Expectation | None:
+    def _guessed(
+        self, fn: Any, wanted: Sequence[int], finite: bool | None, origin: Origin, phase: str
+    ) -> Expectation | None:
+        """What is taken for granted; ``finite``: the answer where all numbers are finite, if they tell it."""
         guesses, place = guesses_now(), str(origin)
         if guesses is None:
+            return None if finite is None else Expectation(finite, place)
+        if finite is None and phase != "forward":
+            return None
+        if fn._schema.name == READS_DATA[0] and not self._is_truth(wanted):
             return None
         question = Question(place, self._places[place])
         self._places[place] += 1
-        answer = guesses.answer(question, likely)
+        answer = guesses.answer(question, self._reader.likely(wanted) if finite is None else finite)
         return None if answer is None else Expectation(answer, place, nth=question.nth)
 
     def _expect(self, wanted: Sequence[int], check: Expectation, origin: Origin, phase: str) -> bool:
