@@ -397,7 +397,7 @@ def dropped_rows(model, batch):
 
 def a_branch(model, batch):
     h = model(batch[0])
-    return h.abs().mean() if h.sum() > 0 else h.pow(2).mean()
+    return h.abs().mean() if h.sum().item() > 0 else h.pow(2).mean()
 
 
 def in_eager(build, words):
