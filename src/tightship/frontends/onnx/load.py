@@ -350,6 +350,8 @@ def _converted(proto: Any, place: str) -> tuple[Any, tuple[str, ...]]:
         return proto, ()
     if has_sparse(proto):
         raise _inconvertible(version, place, "it does not take sparse initializers")
+    if version < 12:
+        _without_masks(proto, version, place)
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
     kept, lists = _emptied(bare), _with_lists(proto)
@@ -417,6 +419,25 @@ def _mend(proto: Any, version: int, place: str) -> None:
             )
         rounding = "ceil" if min(factors) < 1 else "floor"
         node.attribute.add().CopyFrom(onnx.helper.make_attribute("nearest_mode", rounding))
+
+
+def _without_masks(proto: Any, version: int, place: str) -> None:
+    """Masks that Dropout makes for nobody are not made, others are refused: until opset 9 they were of another type,
+    and until 11 runtimes filled them otherwise, of which the converter says nothing."""
+    graphs = list(_graphs(proto))
+    needed = {i for _, nodes in graphs for n in nodes for i in n.input}
+    needed |= {o.name for graph, _ in graphs if graph is not None for o in graph.output}
+    for graph, nodes in graphs:
+        dropped = set()
+        for node in (n for n in nodes if n.op_type == "Dropout" and not n.domain and len(n.output) > 1):
+            if node.output[1] in needed:
+                reason = f"the mask of Dropout {node.output[1]!r} meant another thing before opset 12"
+                raise _inconvertible(version, place, reason)
+            dropped.add(node.output.pop())
+        if graph is not None and dropped:
+            types = [t for t in graph.value_info if t.name not in dropped]
+            del graph.value_info[:]
+            graph.value_info.extend(types)
 
 
 def _inconvertible(version: int, place: str, reason: str) -> Unsupported:
