@@ -214,6 +214,30 @@ def test_masks_of_old_dropouts_are_dropped_or_refused(tmp_path, opset):
         graph_of(tmp_path, made(nodes, given, [value("z", None), mask], opset=opset))
 
 
+@pytest.mark.parametrize("opset", [11, 17])
+@pytest.mark.parametrize("imported", ["", "ai.onnx"])
+@pytest.mark.parametrize("used", ["", "ai.onnx"])
+def test_the_domain_of_onnx_has_two_names(tmp_path, opset, imported, used):
+    nodes = [node("Softmax", ["x"], ["y"], axis=0, domain=used)]
+    model = made(nodes, [value("x", [2, 3])], [value("y", [2, 3])], opset=opset)
+    model.opset_import[0].domain = imported
+    program = lower(read(saved(tmp_path, model)))
+    onnx.checker.check_model(program.model.proto)
+    assert program.graph.storages[storage_of(program.graph, "y")].size == 2 * 3 * 4
+
+
+def test_functions_of_other_opsets_are_named(tmp_path):
+    """onnx's inliner leaves them where they are without a word."""
+    old = helper.make_function(
+        "own", "L", ["a"], ["c"], [node("Softmax", ["a"], ["c"])], [helper.make_opsetid("", 11)]
+    )
+    model = made([node("L", ["x"], ["y"], domain="own")], [value("x", [2, 3])], [value("y", None)])
+    model.opset_import.add(domain="own", version=1)
+    model.functions.append(old)
+    with pytest.raises(Unsupported, match=r"function 'L' of opset 11 in a model of opset \d+.*convert_version"):
+        graph_of(tmp_path, model)
+
+
 def test_nameless_dimensions_are_those_of_their_axis(tmp_path):
     """Exporters write -1 or '?' for whatever they do not know: two of them are not one."""
     x = helper.make_tensor_value_info("x", FLOAT, [-1, 3, "?", "?"])

@@ -85,6 +85,7 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
     try:
         _check(proto, place)
         _check_text(proto, place)
+        _one_name(proto)
         for tensor in tensors(proto):
             check_external(tensor, Path(place).parent, place)
         notes: tuple[str, ...] = ()
@@ -234,6 +235,16 @@ def _sorted(graph: Any) -> bool:
     return True
 
 
+def _one_name(proto: Any) -> None:
+    """Onnx's own domain by one name, which it may also have as ``ai.onnx``: onnx's checker and converter know one."""
+    named = [n for _, nodes in _graphs(proto) for n in nodes if n.domain]
+    for which in (proto.opset_import, *(f.opset_import for f in proto.functions)):
+        if not any(o.domain == "" for o in which):
+            named += [o for o in which if o.domain]
+    for x in named:
+        x.domain = _domain(x.domain)
+
+
 def has_sparse(proto: Any) -> bool:
     """Whether a model has weights of which only some elements are written."""
     return any(graph is not None and len(graph.sparse_initializer) for graph, _ in _graphs(proto))
@@ -296,9 +307,17 @@ def _inlined(proto: Any, place: str) -> Any:
         fault = f"nodes of {size} bytes once its functions are inlined; the limit is {LARGEST_STRUCTURE}"
         raise BadInput(fault, place=place)
     try:
-        return onnx.inliner.inline_local_functions(proto)
+        made = onnx.inliner.inline_local_functions(proto)
     except (RuntimeError, ValueError, TypeError) as error:
         raise BadInput(f"cannot inline the model's functions: {error}", place=place) from error
+    for f in made.functions:  # onnx leaves those of other opsets where they are
+        versions = {_domain(o.domain): o.version for o in f.opset_import}
+        raise Unsupported(
+            f"{place}: function {f.name!r} of opset {versions.get('', 'none')} in a model of opset {_opset(proto)}",
+            "onnx does not inline functions of another opset",
+            "convert it with onnx.inliner.inline_local_functions(model, convert_version=True)",
+        )
+    return made
 
 
 def _expanded(proto: Any, place: str) -> tuple[int, int]:
