@@ -9,6 +9,7 @@ ways to save time (one block for most values, reuse of buffers), the model is wr
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from tightship.integrations.onnx_sessions import (
     PLANNED,
     SECONDS,
     DoesNotRun,
+    FileDoesNotRun,
     Sessions,
     Use,
     compared,
@@ -69,7 +71,10 @@ class Answer:
         rows: dict[str, Any] = {"name": f"onnxruntime {onnxruntime.__version__}", "file": self.file}
         rows |= {"session": dict(self.session), "portable": self.portable, "failure": self.failure or None}
         rows["tried"] = {
-            name: asdict(s) | {"slower": s.slower, "larger": s.larger} for name, s in self.tried.items()
+            name: asdict(s)
+            | {"slower": s.slower, "larger": s.larger}
+            | {"difference": s.difference if math.isfinite(s.difference) else "inf"}
+            for name, s in self.tried.items()
         }
         return rows
 
@@ -82,9 +87,8 @@ class Answer:
         first = next(iter(self.tried.values()))
         yield f"{name}, default session of the model: {_use(first.default)}"
         for way, s in self.tried.items():
-            said = (
-                "equal results" if s.difference == 0 else f"results that differ by up to {s.difference:.3g}"
-            )
+            said = "equal results" if s.difference == 0 else "results that differ"
+            said += f" by up to {s.difference:.3g}" if 0 < s.difference < math.inf else ""
             yield f"{name}, {_CALLED[way]}: {_use(s.file)}; {100 * (s.ratio - 1):+.1f} % time, {said}"
         if 20 * first.file.scratch > first.file.arena:
             use = first.file
@@ -180,7 +184,7 @@ def _best(
     """As `write_best`; ``brought``: the files of data that were made beside the file."""
     portability = portable(program.model)[0]
     tried: dict[str, Sessions] = {}
-    bounds = list(_BELOW)
+    bounds, failure = list(_BELOW), ""
     with part_of(target, ".onnx") as part:
         for name, way in _WAYS.items():
             given = {**way, "fuse_quantized": not program.fused}
@@ -191,6 +195,11 @@ def _best(
             except Unsupported as error:
                 os.replace(part, target)
                 return Answer(name, given, portability, tried, str(error))
+            except FileDoesNotRun as error:
+                if must:
+                    raise
+                failure = f"{error}; the model was written as it was"
+                break
             except BadInput as error:
                 ours = feeds is None and isinstance(error, DoesNotRun)
                 hint = "; give inputs it can run on with --inputs" if ours else ""
@@ -204,7 +213,7 @@ def _best(
     with part_of(target) as part:
         shutil.copyfile(original.model.path, part)
         os.replace(part, target)
-    return Answer("as it was", AS_IT_IS, "any", tried)
+    return Answer("as it was", AS_IT_IS, "any", tried, failure)
 
 
 def _on_inputs(

@@ -12,6 +12,7 @@ else of tightship is imported there, so that such a process takes under half a s
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -35,6 +36,7 @@ __all__ = [
     "SECONDS",
     "Arena",
     "DoesNotRun",
+    "FileDoesNotRun",
     "Measured",
     "Sessions",
     "Use",
@@ -227,7 +229,8 @@ class Use:
 @dataclass(frozen=True)
 class Sessions:
     """A model with the runtime's defaults beside a file with options of its own; ``ratio`` of their times, the file's
-    to the default's, and the largest ``difference`` between results (0: they are bit-identical)."""
+    to the default's, and the largest ``difference`` between results (0: they are bit-identical; infinite: of other
+    shapes, or where no number says how far apart)."""
 
     default: Use
     file: Use
@@ -256,6 +259,10 @@ class DoesNotRun(BadInput):
     """A model that loads, and does not run on the inputs that it was given."""
 
 
+class FileDoesNotRun(BadInput):
+    """A written file that the runtime does not load or run, although it runs the model on the same inputs."""
+
+
 def compared(
     model: str | os.PathLike[str],
     file: str | os.PathLike[str],
@@ -276,21 +283,20 @@ def compared(
 def _compared(
     model: str, file: str, given: Mapping[str, Any], feeds: Mapping[str, Any], seconds: float
 ) -> Sessions:
-    sides = [(model, AS_IT_IS), (file, given)]
     try:
-        with_profile = [
-            measure(path, feeds, **options, merge=not options["keep_order"]) for path, options in sides
-        ]
-        arenas = [
-            arena(path, feeds, _quiet(options), merge=not options["keep_order"]) for path, options in sides
-        ]
-        running = [started(path, _quiet(options), merge=not options["keep_order"]) for path, options in sides]
-        times = _times([lambda s=s: s.run(None, dict(feeds)) for s in running], seconds)
+        first = _sides(model, AS_IT_IS, feeds)
     except TightshipError:
         raise
     except Exception as error:  # the runtime's classes have no common one
         said = " ".join(str(error).split())
         raise DoesNotRun(f"onnxruntime does not run it: {said}", place=model) from error
+    try:
+        second = _sides(file, given, feeds)
+    except Exception as error:
+        said = error.rule if isinstance(error, BadInput) else " ".join(str(error).split())
+        raise FileDoesNotRun(f"onnxruntime runs it, and not the planned file: {said}", place=model) from error
+    with_profile, arenas, running = zip(first, second, strict=True)
+    times = _times([lambda s=s: s.run(None, dict(feeds)) for s in running], seconds)
     uses = [
         Use(statistics.median(t), run.peak, held.peak, held.holds, held.scratch, held.node)
         for t, run, held in zip(times, with_profile, arenas, strict=True)
@@ -298,6 +304,16 @@ def _compared(
     ratio = statistics.median(b / max(a, 1e-9) for a, b in zip(*times, strict=True))
     one, other = (run.outputs for run in with_profile)
     return Sessions(uses[0], uses[1], ratio, max(map(_difference, one, other), default=0.0))
+
+
+def _sides(path: str, given: Mapping[str, Any], feeds: Mapping[str, Any]) -> tuple[Measured, Arena, Any]:
+    """A run, what its arena needs, and a session that has run once."""
+    merge = not given["keep_order"]
+    run = measure(path, feeds, **given, merge=merge)
+    held = arena(path, feeds, _quiet(given), merge=merge)
+    running = started(path, _quiet(given), merge=merge)
+    running.run(None, dict(feeds))
+    return run, held, running
 
 
 def _quiet(given: Mapping[str, Any]) -> Any:
@@ -324,16 +340,34 @@ def _times(runs: Sequence[Any], seconds: float) -> list[list[float]]:
 
 
 def _difference(a: Any, b: Any) -> float:
+    """The most that results differ by: 0 where they have the same bits, infinite where no number says it."""
     if not isinstance(a, np.ndarray):
-        same = isinstance(a, list) and len(a) == len(b)
-        return max(map(_difference, a, b), default=0.0) if same else 0.0 if a == b else np.inf
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return np.inf
+        same = isinstance(a, list) and isinstance(b, list) and len(a) == len(b)
+        return max(map(_difference, a, b), default=0.0) if same else _of_others(a, b)
+    if not isinstance(b, np.ndarray) or a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
     if a.dtype.kind not in "fc":
-        return 0.0 if np.array_equal(a, b) else np.inf
-    if np.array_equal(a, b, equal_nan=True):
+        return 0.0 if np.array_equal(a, b) else math.inf
+    if a.tobytes() == b.tobytes():
         return 0.0
-    return float(np.nanmax(np.abs(a.astype(np.float64) - b.astype(np.float64)))) or np.inf
+    other = (a != b) & ~(np.isnan(a) & np.isnan(b))  # of NaN the bits are nobody's
+    signs = (np.signbit(a) != np.signbit(b)) & (a == 0) if a.dtype.kind == "f" else np.zeros_like(other)
+    if not other.any():
+        return float(np.finfo(a.dtype).smallest_subnormal) if signs.any() else 0.0
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    with np.errstate(all="ignore"):
+        most = float(np.max(np.abs(a[other].astype(wide) - b[other].astype(wide))))
+    return math.inf if math.isnan(most) else most
+
+
+def _of_others(a: Any, b: Any) -> float:
+    """Maps, numbers, text, or nothing."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        same = a.keys() == b.keys()
+        return max((_of_others(a[k], b[k]) for k in a), default=0.0) if same else math.inf
+    if isinstance(a, float) and isinstance(b, float):
+        return _difference(np.array(a), np.array(b))
+    return 0.0 if a == b else math.inf
 
 
 # --- the optimizer ---

@@ -200,6 +200,46 @@ def test_what_the_converter_would_change_unseen_is_refused(tmp_path):
             graph_of(tmp_path, model)
 
 
+@pytest.mark.parametrize("opset", [7, 9, 11])
+def test_masks_of_old_dropouts_are_dropped_or_refused(tmp_path, opset):
+    """The converter makes another mask of them, which the runtime does not load for its type or fills otherwise."""
+    nodes = [node("Dropout", ["x"], ["y", "mask"]), node("Neg", ["y"], ["z"])]
+    given, mask = [value("x", [2, 3])], value("mask", [2, 3], FLOAT if opset < 10 else TensorProto.BOOL)
+    unread = made(nodes, given, [value("z", None)], opset=opset)
+    unread.graph.value_info.append(mask)
+    found = read(saved(tmp_path, unread)).proto.graph
+    assert [list(n.output) for n in found.node if n.op_type != "Constant"] == [["y"], ["z"]]
+    assert not found.value_info
+    with pytest.raises(Unsupported, match="mask of Dropout 'mask' meant another thing before opset 12"):
+        graph_of(tmp_path, made(nodes, given, [value("z", None), mask], opset=opset))
+
+
+@pytest.mark.parametrize("opset", [11, 17])
+@pytest.mark.parametrize("imported", ["", "ai.onnx"])
+@pytest.mark.parametrize("used", ["", "ai.onnx"])
+def test_the_domain_of_onnx_has_two_names(tmp_path, opset, imported, used):
+    nodes = [node("Softmax", ["x"], ["y"], axis=0, domain=used)]
+    model = made(nodes, [value("x", [2, 3])], [value("y", [2, 3])], opset=opset)
+    model.opset_import[0].domain = imported
+    program = lower(read(saved(tmp_path, model)))
+    onnx.checker.check_model(program.model.proto)
+    assert program.model.opsets == {"": max(opset, 13)}
+
+
+def test_functions_of_other_opsets_are_named(tmp_path):
+    """onnx's inliner leaves them where they are without a word."""
+    old = helper.make_function(
+        "own", "L", ["a"], ["c"], [node("Softmax", ["a"], ["c"])], [helper.make_opsetid("", 11)]
+    )
+    model = made([node("L", ["x"], ["y"], domain="own")], [value("x", [2, 3])], [value("y", None)])
+    model.opset_import.add(domain="own", version=1)
+    model.functions.append(old)
+    with pytest.raises(
+        Unsupported, match=r"function 'L' of opset 11 in a model of opset \d+.*convert_version"
+    ):
+        graph_of(tmp_path, model)
+
+
 def test_nameless_dimensions_are_those_of_their_axis(tmp_path):
     """Exporters write -1 or '?' for whatever they do not know: two of them are not one."""
     x = helper.make_tensor_value_info("x", FLOAT, [-1, 3, "?", "?"])

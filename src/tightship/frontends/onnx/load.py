@@ -85,6 +85,7 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
     try:
         _check(proto, place)
         _check_text(proto, place)
+        _one_name(proto)
         for tensor in tensors(proto):
             check_external(tensor, Path(place).parent, place)
         notes: tuple[str, ...] = ()
@@ -234,6 +235,16 @@ def _sorted(graph: Any) -> bool:
     return True
 
 
+def _one_name(proto: Any) -> None:
+    """Onnx's own domain by one name, which it may also have as ``ai.onnx``: onnx's checker and converter know one."""
+    named = [n for _, nodes in _graphs(proto) for n in nodes if n.domain]
+    for which in (proto.opset_import, *(f.opset_import for f in proto.functions)):
+        if not any(o.domain == "" for o in which):
+            named += [o for o in which if o.domain]
+    for x in named:
+        x.domain = _domain(x.domain)
+
+
 def has_sparse(proto: Any) -> bool:
     """Whether a model has weights of which only some elements are written."""
     return any(graph is not None and len(graph.sparse_initializer) for graph, _ in _graphs(proto))
@@ -296,9 +307,17 @@ def _inlined(proto: Any, place: str) -> Any:
         fault = f"nodes of {size} bytes once its functions are inlined; the limit is {LARGEST_STRUCTURE}"
         raise BadInput(fault, place=place)
     try:
-        return onnx.inliner.inline_local_functions(proto)
+        made = onnx.inliner.inline_local_functions(proto)
     except (RuntimeError, ValueError, TypeError) as error:
         raise BadInput(f"cannot inline the model's functions: {error}", place=place) from error
+    for f in made.functions:  # onnx leaves those of other opsets where they are
+        versions = {_domain(o.domain): o.version for o in f.opset_import}
+        raise Unsupported(
+            f"{place}: function {f.name!r} of opset {versions.get('', 'none')} in a model of opset {_opset(proto)}",
+            "onnx does not inline functions of another opset",
+            "convert it with onnx.inliner.inline_local_functions(model, convert_version=True)",
+        )
+    return made
 
 
 def _expanded(proto: Any, place: str) -> tuple[int, int]:
@@ -350,6 +369,8 @@ def _converted(proto: Any, place: str) -> tuple[Any, tuple[str, ...]]:
         return proto, ()
     if has_sparse(proto):
         raise _inconvertible(version, place, "it does not take sparse initializers")
+    if version < 12:
+        _without_masks(proto, version, place)
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
     kept, lists = _emptied(bare), _with_lists(proto)
@@ -417,6 +438,25 @@ def _mend(proto: Any, version: int, place: str) -> None:
             )
         rounding = "ceil" if min(factors) < 1 else "floor"
         node.attribute.add().CopyFrom(onnx.helper.make_attribute("nearest_mode", rounding))
+
+
+def _without_masks(proto: Any, version: int, place: str) -> None:
+    """Masks that Dropout makes for nobody are not made, others are refused: until opset 9 they were of another type,
+    and until 11 runtimes filled them otherwise, of which the converter says nothing."""
+    graphs = list(_graphs(proto))
+    needed = {i for _, nodes in graphs for n in nodes for i in n.input}
+    needed |= {o.name for graph, _ in graphs if graph is not None for o in graph.output}
+    for graph, nodes in graphs:
+        dropped = set()
+        for node in (n for n in nodes if n.op_type == "Dropout" and not n.domain and len(n.output) > 1):
+            if node.output[1] in needed:
+                reason = f"the mask of Dropout {node.output[1]!r} meant another thing before opset 12"
+                raise _inconvertible(version, place, reason)
+            dropped.add(node.output.pop())
+        if graph is not None and dropped:
+            types = [t for t in graph.value_info if t.name not in dropped]
+            del graph.value_info[:]
+            graph.value_info.extend(types)
 
 
 def _inconvertible(version: int, place: str, reason: str) -> Unsupported:
