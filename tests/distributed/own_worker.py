@@ -105,9 +105,13 @@ def asked_of_parts() -> Any:
     """Questions between ``step.backward`` and ``step.update``."""
     rows: dict[str, Any] = {}
     refused: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
+    by_hand = {"all_reduce": lambda ps: dist.all_reduce(ps[0].grad.data)}
     every = {**ASKED, "joined": JOINED, "python": lambda ps: sum(ps[0].grad.tolist())}
-    _asked(lambda m: m, [lambda ps: _refused(ps, every, refused)], "fit", shard=True)
+    ways = [lambda ps: _refused(ps, every, refused), lambda ps: _refused(ps, by_hand, sent)]
+    _asked(lambda m: m, ways, "fit", shard=True)
     rows["plain"] = refused
+    rows["averaged by hand"] = sent
     for how in ("eager", "fit"):
         rows[how] = _asked(sharded, list(ASKED.values()), how)
     rows["by row"] = _asked(lambda m: m, [lambda ps: ps[0].grad.norm(dim=-1).shape[0] * 0], "fit", shard=True)

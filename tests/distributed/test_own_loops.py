@@ -37,6 +37,7 @@ def test_what_is_asked_of_gradients_in_parts_is_answered_of_all_of_them_or_refus
         for text in row["plain"].values():
             assert "of which this rank has a part" in text
             assert "clip_norm=" in text
+        assert "it is averaged over all of them" in row["averaged by hand"]["all_reduce"]
         assert row["by row"][0] == [0.0] * 3
 
 

@@ -207,9 +207,13 @@ def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refused(func: Any) -> Unsupported:
+    name = f"{getattr(func, '__name__', func)} of a gradient of which this rank has a part"
+    if getattr(func, "__module__", "").startswith("torch.distributed."):
+        return Unsupported(
+            name, "other ranks have other rows of it, and it is averaged over all of them", "leave that out"
+        )
     return Unsupported(
-        f"{getattr(func, '__name__', func)} of a gradient of which this rank has a part (a norm, a sum, whether all "
-        "is finite, rows by number, …),",
+        f"{name} (a norm, a sum, whether all is finite, rows by number, …),",
         "it would be another one on each rank, where that of the whole gradient is meant",
         "ask that of step.named_parameters(), which has DTensors, or give fit clip_norm=, skip_nonfinite= or scaler=",
     )
