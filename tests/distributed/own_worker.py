@@ -148,6 +148,32 @@ def _asked(wrap: Callable[[Any], Any], ways: list[Any], how: str, shard: bool = 
     return [log, whole(m.state_dict().values())]
 
 
+def told_in_the_loop() -> Any:
+    """Methods of ``fully_shard``'s modules, which loops call before each pass."""
+    rows: dict[str, Any] = {}
+    for planned in (False, True):
+        m, given = sharded(model()), batches(4)
+        o = torch.optim.SGD(m.parameters(), 0.1)
+        m.unshard()
+        step: Any = tightship.fit(m, loss_of, o, given[0], "200%", split=True) if planned else None
+        log: list[float] = []
+        for k, b in enumerate(given):
+            m.unshard(async_op=True).wait()
+            m.set_is_last_backward(k % 2 == 1)
+            m[0].set_reshard_after_backward(k % 2 == 1)
+            m.set_requires_gradient_sync(True)
+            loss = step.backward(b) if planned else loss_of(m, b)
+            if not planned:
+                loss.backward()
+            log.append(loss.item())
+            if k % 2:
+                step.update() if planned else o.step()
+                o.zero_grad()
+        rows["fit" if planned else "eager"] = [log, whole(m.state_dict().values())]
+    rows["refused"] = caught(lambda: m.set_gradient_divide_factor(4.0))
+    return rows
+
+
 def changed_between() -> Any:
     """Between steps a layer is trained that was frozen, or comes to the model."""
     rows: dict[str, Any] = {"thawed": {}, "added": {}}
