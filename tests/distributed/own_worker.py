@@ -78,21 +78,49 @@ ASKED: dict[str, Callable[[list[Any]], Any]] = {
     "absolute": lambda ps: max(p.grad.abs().max().item() for p in ps),
     "finite": lambda ps: all(torch.isfinite(p.grad).all().item() for p in ps),
     "mean": lambda ps: ps[0].grad.mean(),
+    "lerped": lambda ps: sum(g.sum() for g in torch._foreach_lerp(*_and_zeros(ps), 0.25)),
+    "clones": lambda ps: sum(p.grad.clone().norm() for p in ps),
+    "with others": lambda ps: sum(
+        (p.grad + 0.1 * p.grad.sign() * p.detach().new_ones(())).norm() for p in ps
+    ),
+    "how many": lambda ps: sum((p.grad > 0).sum() for p in ps) / sum(p.grad.numel() for p in ps),
+    "flat": lambda ps: torch.stack([p.grad.T.reshape(-1).square().sum() for p in ps]).sum(),
+    "rows": lambda ps: (ps[0].grad / ps[0].grad.norm(dim=-1, keepdim=True)).exp().sum(),
+    "first": lambda ps: ps[0].grad[0].abs().sum(),
+    "total": lambda ps: torch.nn.utils.get_total_norm([p.grad for p in ps]),
+    "written": lambda ps: ps[0].grad.masked_fill_(ps[0].grad > 1e-3, 1e-3).add_(1e-4).var(),
     "scaled": lambda ps: ps[0].grad.mul_(0.1 / torch.stack([p.grad.norm() for p in ps[:2]]).norm()).sum(),
 }
 """What people ask of the gradients of ``model.parameters()``."""
+
+
+def _and_zeros(ps: list[Any]) -> tuple[list[Any], list[Any]]:
+    return [p.grad for p in ps], [torch.zeros_like(p.grad) for p in ps]
+
+
 JOINED: Callable[[list[Any]], Any] = lambda ps: torch.cat([p.grad.view(-1) for p in ps]).norm()  # noqa: E731
 
 
 def asked_of_parts() -> Any:
     """Questions between ``step.backward`` and ``step.update``."""
     rows: dict[str, Any] = {}
-    for name, ask in {**ASKED, "joined": JOINED}.items():
-        rows[f"plain {name}"] = caught(lambda ask=ask: _asked(lambda m: m, [ask], "fit", shard=True))  # type: ignore[misc]
+    refused: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
+    by_hand = {"all_reduce": lambda ps: dist.all_reduce(ps[0].grad.data)}
+    every = {**ASKED, "joined": JOINED, "python": lambda ps: sum(ps[0].grad.tolist())}
+    ways = [lambda ps: _refused(ps, every, refused), lambda ps: _refused(ps, by_hand, sent)]
+    _asked(lambda m: m, ways, "fit", shard=True)
+    rows["plain"] = refused
+    rows["averaged by hand"] = sent
     for how in ("eager", "fit"):
         rows[how] = _asked(sharded, list(ASKED.values()), how)
-    rows["by row"] = _asked(lambda m: m, [lambda ps: ps[0].grad.norm(dim=-1)[0] * 0], "fit", shard=True)
+    rows["by row"] = _asked(lambda m: m, [lambda ps: ps[0].grad.norm(dim=-1).shape[0] * 0], "fit", shard=True)
     return rows
+
+
+def _refused(ps: list[Any], every: Any, texts: dict[str, Any]) -> float:
+    texts |= {name: caught(lambda ask=ask: ask(ps))["text"] for name, ask in every.items()}  # type: ignore[misc]
+    return 0.0
 
 
 def _asked(wrap: Callable[[Any], Any], ways: list[Any], how: str, shard: bool = False) -> list[Any]:
@@ -118,6 +146,32 @@ def _asked(wrap: Callable[[Any], Any], ways: list[Any], how: str, shard: bool = 
             o.step()
         o.zero_grad()
     return [log, whole(m.state_dict().values())]
+
+
+def told_in_the_loop() -> Any:
+    """Methods of ``fully_shard``'s modules, which loops call before each pass."""
+    rows: dict[str, Any] = {}
+    for planned in (False, True):
+        m, given = sharded(model()), batches(4)
+        o = torch.optim.SGD(m.parameters(), 0.1)
+        m.unshard()
+        step: Any = tightship.fit(m, loss_of, o, given[0], "200%", split=True) if planned else None
+        log: list[float] = []
+        for k, b in enumerate(given):
+            m.unshard(async_op=True).wait()
+            m.set_is_last_backward(k % 2 == 1)
+            m[0].set_reshard_after_backward(k % 2 == 1)
+            m.set_requires_gradient_sync(True)
+            loss = step.backward(b) if planned else loss_of(m, b)
+            if not planned:
+                loss.backward()
+            log.append(loss.item())
+            if k % 2:
+                step.update() if planned else o.step()
+                o.zero_grad()
+        rows["fit" if planned else "eager"] = [log, whole(m.state_dict().values())]
+    rows["refused"] = caught(lambda: m.set_gradient_divide_factor(4.0))
+    return rows
 
 
 def changed_between() -> Any:

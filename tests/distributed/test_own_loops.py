@@ -10,7 +10,12 @@ from support.ranks import Rows, as_planned, run
 @pytest.fixture(scope="module")
 def rows() -> Rows:
     return run(
-        "held_before", "accumulated_before", "asked_of_parts", "changed_between", worker="own_worker.py"
+        "held_before",
+        "accumulated_before",
+        "asked_of_parts",
+        "told_in_the_loop",
+        "changed_between",
+        worker="own_worker.py",
     )
 
 
@@ -33,12 +38,21 @@ def test_gradients_from_before_stay(rows: Rows) -> None:
 def test_what_is_asked_of_gradients_in_parts_is_answered_of_all_of_them_or_refused(rows: Rows) -> None:
     for row in rows["asked_of_parts"]:
         assert row["fit"] == row["eager"]
-        plain = [one for name, one in row.items() if name.startswith("plain ")]
-        assert len(plain) == 10
-        for one in plain:
-            assert "of which this rank has a part" in one["text"]
-            assert "clip_norm=" in one["text"]
+        assert len(row["plain"]) == 20
+        for text in row["plain"].values():
+            assert "of which this rank has a part" in text
+            assert "clip_norm=" in text
+        assert "it is averaged over all of them" in row["averaged by hand"]["all_reduce"]
         assert row["by row"][0] == [0.0] * 3
+
+
+def test_loops_go_on_telling_fully_shard_when_to_gather_and_not_what_to_compute(rows: Rows) -> None:
+    for row in rows["told_in_the_loop"]:
+        assert row["fit"] == row["eager"]
+        assert (
+            "set_gradient_divide_factor of a model that tightship.fit has taken over"
+            in row["refused"]["text"]
+        )
 
 
 def test_layers_that_are_trained_later_are_averaged(rows: Rows) -> None:

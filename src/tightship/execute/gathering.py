@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from tightship.errors import Unsupported
+from tightship.execute import part_of_gradient
+from tightship.execute.part_of_gradient import PartOfGradient
 from tightship.execute.parts_in_hand import WrittenThrough, reading
 from tightship.frontends.torch import compat_capture, compat_distributed
 from tightship.frontends.torch.collectives import Division, gathered, reduced, scattered_means, share
@@ -94,6 +96,11 @@ class Part(Gathering):
 
     def distributed(self, part: torch.Tensor) -> Any:
         """The part as torch's own tensor of several ranks."""
+        raise NotImplementedError
+
+    @property
+    def division(self) -> part_of_gradient.Division:
+        """How a gradient in the caller's hands is divided."""
         raise NotImplementedError
 
     def listed(self, part: torch.Tensor) -> Any:
@@ -188,6 +195,13 @@ class Shard(Part):
         return tensor
 
     @property
+    def division(self) -> part_of_gradient.Division:
+        along = _dims(self.spec[1], len(self.shape)) if self.spec else frozenset((0,))
+        return part_of_gradient.Division(
+            along, self.shape.numel(), self.distributed if self.by_torch else None
+        )
+
+    @property
     def own(self) -> int:
         """Rows of this rank's part that are the parameter's."""
         return max(0, min(self.rows, self.gathered[0] - self.among.rank * self.rows))
@@ -215,7 +229,7 @@ class Shard(Part):
             self.spec = compat_distributed.mesh_of(self.among.group, part.device.type), (Placement(0),)
         mesh, placements = self.spec
         return DTensor.from_local(
-            part[: self.own], mesh, placements, run_check=False, shape=self.shape, stride=self.stride
+            _plain(part)[: self.own], mesh, placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
     def listed(self, part: torch.Tensor) -> Any:
@@ -296,8 +310,13 @@ class Placed(Part):
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
-            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+            _plain(part), self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
+
+    @property
+    def division(self) -> part_of_gradient.Division:
+        along = _dims(self.placements, len(self.shape))
+        return part_of_gradient.Division(along, self.shape.numel(), self.distributed)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         whole: torch.Tensor = self.distributed(part.detach()).full_tensor()
@@ -327,6 +346,15 @@ class Placed(Part):
     def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
         made: Sequence[torch.Tensor] = [_Read.apply(one, part) for one, part in rows]  # type: ignore[no-untyped-call]
         return made
+
+
+def _plain(part: torch.Tensor) -> torch.Tensor:
+    """Out of the caller's hands."""
+    return part.as_subclass(torch.Tensor) if isinstance(part, PartOfGradient) else part
+
+
+def _dims(placements: Any, dims: int) -> frozenset[int]:
+    return frozenset(x.dim % dims for x in placements if x.is_shard())
 
 
 class _Read(torch.autograd.Function):

@@ -4,24 +4,22 @@ write; in a step nothing but what modules read; and what it is told where a part
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat_capture, compat_distributed
+from tightship.frontends.torch import compat_capture
 from tightship.frontends.torch.capture.parts_written import refused
 from tightship.frontends.torch.program import tensors_in
-from tightship.frontends.torch.structure import map_leaves
 
-__all__ = ["NoParts", "PartOfGradient", "Parts", "WrittenThrough", "reading", "telling_parameters"]
+__all__ = ["NoParts", "Parts", "WrittenThrough", "reading", "telling_parameters"]
 
 
 class Reading:
@@ -87,100 +85,6 @@ class NoParts(TorchFunctionMode):
         if next(tensors_in(out), None) is not None:
             raise refused
         return out
-
-
-_OF_ALL: Final = frozenset((
-    "norm", "vector_norm", "matrix_norm", "_foreach_norm", "_foreach_max",
-    "_amp_foreach_non_finite_check_and_unscale_", "sum", "nansum", "mean", "nanmean", "prod", "std", "var", "max",
-    "min", "amax", "amin", "aminmax", "all", "any", "count_nonzero", "median", "nanmedian", "quantile", "histc",
-    "logsumexp", "argmax", "argmin", "dot", "vdot", "inner",
-))  # fmt: skip
-"""Functions of torch that answer of this rank's part what their callers want to know of the whole gradient."""
-_OF_TWO: Final = "dot", "vdot", "inner"
-_DIM_IS_THIRD: Final = "norm", "vector_norm", "matrix_norm", "quantile"
-_LOOKS: Final = frozenset((
-    "detach", "__get__", "view", "view_as", "reshape", "flatten", "ravel", "contiguous", "float", "double", "half",
-    "bfloat16", "to", "type", "abs", "absolute", "pow", "__pow__", "square", "mul", "__mul__", "__rmul__", "div",
-    "__truediv__", "isfinite", "isnan", "isinf", "logical_not", "__invert__", "cat", "concat", "concatenate", "stack",
-    "hstack",
-))  # fmt: skip
-"""Those by which callers come to such questions: what they make of a part is one, too."""
-
-
-class PartOfGradient(torch.Tensor):
-    """This rank's part of a gradient in the hands of the caller: a tensor as any other, but that what is asked of all
-    of it, its norm or a sum, is not that of the part. It is the DTensor's where eager has one, and else refused."""
-
-    distributed: Callable[[torch.Tensor], Any] | None = None
-    """What makes the DTensor of it, in the same memory, if eager has one there."""
-
-    @classmethod
-    def of(cls, part: torch.Tensor, distributed: Callable[[torch.Tensor], Any] | None) -> PartOfGradient:
-        made = part.as_subclass(cls)
-        made.distributed = distributed
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").removeprefix("linalg_")
-        mixed = any(compat_distributed.is_distributed(type(t)) for t in tensors_in((args, kwargs)))
-        with torch._C.DisableTorchFunctionSubclass():
-            if mixed or (name in _OF_ALL and _crosses_rows(name, args, kwargs)):
-                return _of_whole(func, args, kwargs)
-            out = func(*args, **kwargs)
-            if name not in _LOOKS or type(out) is not torch.Tensor:
-                return out
-            given = args[0]
-            alike = isinstance(given, PartOfGradient) and _lie(given) == _lie(out)
-            return cls.of(out, given.distributed if alike else None)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
-
-
-def _lie(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride()
-
-
-def _crosses_rows(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function asks more than what each row has for itself, or each element with that of another tensor."""
-    first = args[0] if args else None
-    if not isinstance(first, PartOfGradient) or not first.dim() or name in _OF_TWO:
-        return True
-    place = 2 if name in _DIM_IS_THIRD else 1
-    dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
-    if isinstance(dims, torch.Tensor):  # the larger of each two
-        return False
-    dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
-    return not isinstance(dims, (list, tuple)) or not dims or any(d % first.dim() == 0 for d in dims)
-
-
-def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function answers of DTensors in the places of parts, which it may write."""
-    made: dict[int, Any] = {}
-    back: dict[int, torch.Tensor] = {}
-
-    def whole(x: Any) -> Any:
-        if not isinstance(x, PartOfGradient):
-            return x
-        if x.distributed is None:
-            raise Unsupported(
-                "the norm of a gradient of which this rank has a part, or whether it is finite,",
-                "it would be another one on each rank, where that of the whole gradient is meant",
-                "ask that of step.named_parameters(), which has DTensors, or give fit clip_norm=, skip_nonfinite= or "
-                "scaler=",
-            )  # fmt: skip
-        if id(x) not in made:
-            made[id(x)] = x.distributed(x.as_subclass(torch.Tensor))
-            back[id(made[id(x)])] = x
-        return made[id(x)]
-
-    out = func(*map_leaves(whole, args), **map_leaves(whole, kwargs))
-    return map_leaves(lambda x: back.get(id(x), x), out)
 
 
 class WrittenThrough(torch.Tensor):

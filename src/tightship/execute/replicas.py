@@ -22,7 +22,7 @@ from tightship.execute.data_parallel import (
     need_whole,
 )
 from tightship.execute.gathering import Part, Placed, Shard
-from tightship.execute.parts_in_hand import PartOfGradient
+from tightship.execute.part_of_gradient import PartOfGradient
 from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
     average_reads,
@@ -210,7 +210,7 @@ class Replicas(NotCopied):
                 continue
             shard.lend(p)
             if shard.divided:
-                p.grad = PartOfGradient.of(p.grad, shard.distributed if shard.by_torch else None)
+                p.grad = PartOfGradient.of(p.grad, shard.division)
 
     def seen(self, name: str, parameter: torch.Tensor) -> Any:
         """A parameter, of which ranks may have parts, as all of them together have it."""

@@ -20,6 +20,7 @@ from tightship.execute.gathering import Averaging, Gathering, Part, Placed, Shar
 from tightship.execute.parts_in_hand import NoParts, Parts, reading, telling_parameters
 from tightship.frontends.torch import compat_capture, compat_distributed, compat_fully_shard
 from tightship.frontends.torch.collectives import Division, messages
+from tightship.frontends.torch.fully_shard_methods import METHODS
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.structure import map_leaves
 
@@ -152,7 +153,7 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
     chosen: dict[torch.nn.Module, dict[str, Part]] = {}
     rows, casts = compat_fully_shard.fully_sharded(model), compat_fully_shard.fully_shard_casts(model)
     methods = compat_fully_shard.forward_methods(model)
-    compat_fully_shard.undo_fully_shard(model)
+    undone = compat_fully_shard.undo_fully_shard(model)
     for row in rows:
         p = row.parameter
         spec = p.device_mesh, tuple(p.placements)
@@ -168,6 +169,8 @@ def take_over(model: torch.nn.Module, optimizer: Any) -> dict[int, Part]:
             chosen.setdefault(module, {})[name] = shard
     for module, shards in chosen.items():
         _mark(module, shards)
+    for module in undone:
+        _read_by(module, {}, **METHODS)
     for module, name in methods:
         _read_whole(module, name)
     for module, given, result in casts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -197,6 +197,37 @@ def is_wait(fn: Any) -> bool:
 def is_distributed(kind: type) -> bool:
     """Whether tensors of a class are DTensors, which make ops of their parts, and collectives, of each op."""
     return kind.__name__ == "DTensor" and kind.__module__ == "torch.distributed.tensor"
+
+
+def divided_dims(t: Any) -> frozenset[int]:
+    """Along which dimensions ranks have parts of a DTensor; none where they have summands."""
+    if any(x.is_partial() for x in t.placements):
+        return frozenset()
+    return frozenset(x.dim % t.dim() for x in t.placements if x.is_shard())
+
+
+def divides_evenly(t: Any) -> bool:
+    """Whether all ranks have as large a part of a DTensor."""
+    local = list(t.shape)
+    for k, x in enumerate(t.placements):
+        if x.is_shard():
+            rows, rest = divmod(local[x.dim], t.device_mesh.size(k))
+            if rest:
+                return False
+            local[x.dim] = rows
+    return True
+
+
+def maker_like(t: Any) -> Callable[[torch.Tensor], Any]:
+    """What makes DTensors of parts that lie as those of another one."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, shape, stride = t.device_mesh, t.placements, t.shape, t.stride()
+
+    def made(part: torch.Tensor) -> Any:
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return made
 
 
 def with_own_part(tensor: Any, part: torch.Tensor) -> torch.Tensor:

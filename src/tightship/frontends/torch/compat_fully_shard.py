@@ -90,6 +90,8 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
 def left_out(model: torch.nn.Module) -> list[str]:
     """Names of parameters that are trained, or are DTensors, and that ``fully_shard`` has not sharded."""
     states = _fully_shard_states(model)
+    for modules, _ in states:  # where code has called unshard(), whole ones are in their places
+        modules[0].reshard()  # type: ignore[operator]
     done = {id(p.sharded_param) for _, s in states for g in s._fsdp_param_groups for p in g.fsdp_params}
     return [
         n
@@ -185,8 +187,10 @@ def forward_methods(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]
     return found
 
 
-def undo_fully_shard(model: torch.nn.Module) -> None:
-    """Takes the hooks and the class of ``fully_shard`` from a model whose parameters have been replaced."""
+def undo_fully_shard(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Takes the hooks and the class of ``fully_shard`` from a model whose parameters have been replaced; the modules
+    that had them."""
+    undone = []
     for module, name in forward_methods(model):
         vars(module)[name] = vars(module)[name].__func__.__wrapped__
     for modules, state in _fully_shard_states(model):
@@ -203,6 +207,8 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
         for module in modules:
             kind = type(module)
             module.__class__ = kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
+            undone.append(module)
     for module in model.modules():
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             vars(module).pop(name, None)
+    return undone

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from tightship.frontends.torch.elementwise import goes_by_elements
 from tightship.frontends.torch.optimizer.attributes import plain_part, unchanged_globals
 from tightship.frontends.torch.optimizer.copy import Disagreement, random_states, random_untouched, stepped
 from tightship.frontends.torch.optimizer.probe import (
@@ -31,14 +32,6 @@ __all__ = ["why_whole"]
 
 _LARGEST: Final = 1 << 15
 """Elements of a parameter that is tried: more than those below which optimizers of 8 bits keep all bits."""
-
-_ELEMENTWISE: Final = (
-    "abs", "alias", "clone", "copy", "detach", "fill", "lift_fresh", "masked_fill", "t", "to", "_to_copy", "view",
-    "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "view_as_real", "view_as_complex",
-    "zero", "empty_like", "zeros_like", "ones_like", "full_like", "_fused_adam", "_fused_adamw", "_fused_sgd",
-    "_fused_adagrad",
-)  # fmt: skip
-"""Beside those that torch tags as pointwise."""
 
 
 def why_whole(optimizer: Any) -> str | None:
@@ -77,21 +70,9 @@ class _Elementwise(Follow):
     """Sees ops that read numbers of the parameters otherwise than element by element."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _goes_by_elements(func) and self.of((*args, *(kwargs or {}).values())):
+        if not goes_by_elements(func) and self.of((*args, *(kwargs or {}).values())):
             self.met.append(f"{func._schema.name.rpartition('::')[2]} does not go element by element")
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _goes_by_elements(func: Any) -> bool:
-    name = func._schema.name.rpartition("::")[2].removesuffix("_")
-    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
-        return True
-    packet = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
-    if not name.startswith("_foreach_") or packet is None:
-        return False
-    plain = name.removeprefix("_foreach_")
-    tags = (torch.Tag.pointwise in getattr(packet, n).tags for n in packet.overloads())
-    return plain in _ELEMENTWISE or any(tags)
 
 
 class _PartTrial(Trial):
