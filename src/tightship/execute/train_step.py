@@ -27,11 +27,11 @@ from tightship.execute.settings import Settings
 from tightship.execute.state_dicts import load, saved
 from tightship.execute.train_variants import TrainVariants, check_call
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
-from tightship.frontends.torch.capture.expectations import Expectation, OtherAnswer
+from tightship.frontends.torch.capture.expectations import OtherAnswer, written_back
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere
 from tightship.frontends.torch.optimizer.given import each
-from tightship.frontends.torch.program import Program, tensors_in
+from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import (
     Pad,
     flatten,
@@ -440,7 +440,7 @@ class TrainStep(TrainVariants):
             eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
         self._put_away()
         replaced = self._replacing(variant, tensors, asked)
-        with _written_back(variant.program, tensors):
+        with written_back(variant.program, tensors):
             results = variant.executor.run(tensors, consume=True, updating=self._updating)
         self._replaced(replaced, results)
         made, parameters = variant.program.gradients, dict(self._owned.parameters)
@@ -583,23 +583,3 @@ def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"a training step while {n!r} has a gradient", "a step starts with zero_grad and leaves no gradients",
                 "call optimizer.zero_grad() before the step",
             )  # fmt: skip
-
-
-@contextmanager
-def _written_back(program: Program, tensors: Sequence[Any]) -> Iterator[None]:
-    """Where the step turns out to have another answer than the program, what it has written before (running
-    statistics) is as it was. What is trained is not written before that is known."""
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if any(isinstance(c.fn, Expectation) and not c.fn.raises for c in program.calls):
-        written = {s for op in program.graph.ops if op.phase != "update" for s in op.mutates}
-        for slot, t in zip(program.slots, tensors, strict=True):
-            of_step = slot.role not in ("parameter", "state", "gradient")
-            if of_step and program.graph.values[slot.value].storage in written:
-                kept.append((t, t.detach().clone()))
-    try:
-        yield
-    except OtherAnswer:
-        with torch.no_grad():
-            for t, before in kept:
-                t.copy_(before)
-        raise

@@ -7,7 +7,7 @@ learnt where the guess was wrong (`Guesses`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightship.errors import CheckFailed, Unplannable, Unsupported
+from tightship.frontends.torch.program import Program
 
 __all__ = [
     "Expectation",
@@ -150,3 +151,23 @@ def guessing(guesses: Guesses | None) -> Iterator[None]:
 
 def guesses_now() -> Guesses | None:
     return _GUESSES.get()
+
+
+@contextmanager
+def written_back(program: Program, tensors: Sequence[Any]) -> Iterator[None]:
+    """Where the step turns out to have another answer than the program, what it has written before (running
+    statistics) is as it was. What is trained is not written before that is known."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if any(isinstance(c.fn, Expectation) and not c.fn.raises for c in program.calls):
+        written = {s for op in program.graph.ops if op.phase != "update" for s in op.mutates}
+        for slot, t in zip(program.slots, tensors, strict=True):
+            of_step = slot.role not in ("parameter", "state", "gradient")
+            if of_step and program.graph.values[slot.value].storage in written:
+                kept.append((t, t.detach().clone()))
+    try:
+        yield
+    except OtherAnswer:
+        with torch.no_grad():
+            for t, before in kept:
+                t.copy_(before)
+        raise
