@@ -234,6 +234,22 @@ def test_a_question_that_comes_late_and_is_guessed_wrong_updates_nothing():
     assert step.measure()["planned_peak"] == step.measure()["measured_peak"]
 
 
+def test_code_that_cannot_be_put_back_ends_with_the_error():
+    scales = (1.0 + k for k in range(9))
+    model, data = Net(), batches()
+
+    def loss_fn(model, x):
+        loss = model(x).square().mean() * next(scales)
+        return loss / 2 if loss >= 0 else loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = tightship.fit(model, loss_fn, optimizer, data[0], "100%", cache=None, prepare=False)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    with pytest.raises(Unsupported, match="another answer than False"):
+        step(data[0])
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
 def test_each_fallback_is_said():
     model, data = Net(), batches(large=(1,))
     step = tightship.fit(

@@ -401,17 +401,23 @@ class TrainStep(TrainVariants):
                 )
                 raise
         other: list[OtherAnswer | Unplannable] = []
-        with self._undone(when=lambda: bool(other)):
-            try:
-                out = self._run_planned(batch, ending)
-            except (OtherAnswer, Unplannable) as no:
-                other.append(no)
-            else:
-                self._guesses.were_right()
-                return out
+        try:
+            with self._undone(when=lambda: bool(other)):
+                try:
+                    out = self._run_planned(batch, ending)
+                except (OtherAnswer, Unplannable) as no:
+                    other.append(no)
+                else:
+                    self._guesses.were_right()
+                    return out
+        except Unsupported:
+            if not other:
+                raise
+            raise other[0] from None  # an iterator of the code's cannot be set back
         note = f"the step runs in eager, where the budget is not kept: {other[0].what}"
+        nothing = isinstance(other[0], Unplannable) and not self._variants
         self._learn(other[0])
-        if self._guesses.hopeless:
+        if nothing or self._guesses.hopeless:
             note = self._fall_back(other[0])
         elif note not in self._notes:
             self._notes.append(note)

@@ -384,6 +384,7 @@ class Questions:
         question = Question(place, self._places[place])
         self._places[place] += 1
         answer = guesses.answer(question, self._reader.likely(wanted) if finite is None else finite)
+        answer = finite if answer is None else answer
         return None if answer is None else Expectation(answer, place, nth=question.nth)
 
     def _expect(self, wanted: Sequence[int], check: Expectation, origin: Origin, phase: str) -> bool:
