@@ -1,6 +1,7 @@
 """A percentage is resolved once, to bytes, from the first kind of batch, and holds for every later one."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import tightship
 from tightship import errors
+from tightship.execute.heap import faster_on_heap
 from tightship.execute.infer import infer
 from tightship.planners import default
 
@@ -111,6 +113,19 @@ def test_what_fits_unplanned_is_never_refused():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert step.last.measured_peak <= step.plan.budget == step.plan.peak_before
     assert any("ordinary heap" in n for n in step.notes)
+
+
+def test_a_plan_with_an_arena_stays_where_none_is_found_on_the_heap():
+    step = fitted("60%", cache=None)
+    slow = replace(step.plan, time_before=step.plan.time / 2, time_bound=step.plan.time / 2)
+    asked = []
+
+    def on_heap():
+        asked.append(1)
+        raise errors.Infeasible(budget=slow.budget, lower_bound=0, best_peak=slow.budget + 1)
+
+    assert faster_on_heap(step.graph, slow.handed, slow, on_heap) is slow
+    assert asked == [1]
 
 
 def test_a_share_beyond_the_static_set():

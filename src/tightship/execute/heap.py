@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from tightship.errors import Infeasible
 from tightship.execute.script import device_of
 from tightship.graph import Graph
 from tightship.plan import Plan
@@ -38,7 +39,10 @@ def faster_on_heap(graph: Graph, limit: int, plan: Plan, on_heap: Callable[[], P
     large = plan.arena and plan.handed * _HANDED >= limit
     if not (plain and large and on_cpu(graph)) or plan.time <= plan.time_bound + least:
         return plan
-    heap = on_heap()
+    try:
+        heap = on_heap()
+    except Infeasible:  # there, what an op takes beside its results may be more
+        return plan
     if heap.time > plan.time - least:
         return plan
     slower, now = (100 * (p.time / p.time_before - 1) for p in (plan, heap))
