@@ -230,6 +230,27 @@ class Reverse(torch.autograd.Function):
         return -ctx.scale * grad, None
 
 
+class Named(torch.autograd.Function):
+    """Its attributes are called as what nodes have of their own, as those of custom ops are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.name, ctx.op = "named", torch.sin
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos()
+
+
+@identical()
+def test_a_function_whose_context_has_a_name_of_its_own():
+    model = mlp()
+    return Loop(model, lambda m, b: cross_entropy(Named.apply(m(Named.apply(b[0]))), b[1]), sgd(model))
+
+
 @identical()
 def test_a_reversed_gradient_with_a_scheduled_argument():
     model, held = mlp(), SimpleNamespace(scale=0.0)

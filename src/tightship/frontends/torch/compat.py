@@ -129,7 +129,7 @@ def backward_nodes(*first: Any) -> set[Any]:
 
 def is_of_the_past(node: Any) -> bool:
     """Whether a node stands for a graph that an earlier step has made: `become`."""
-    return bool(node.name() == f"{_Gone.__name__}Backward")
+    return node_name(node) == f"{_Gone.__name__}Backward"
 
 
 def blank_like(
@@ -313,7 +313,13 @@ def forward_sequence() -> int:
 def backward_node() -> str:
     """Name of the autograd node being run in the backward pass, or nothing."""
     node = _current_autograd_node()
-    return "" if node is None else str(node.name())
+    return "" if node is None else node_name(node)
+
+
+def node_name(node: Any) -> str:
+    """Name of an autograd node; a function's own ``ctx.name`` is something else."""
+    own = isinstance(node, torch._C._FunctionBase)
+    return str(torch._C._FunctionBase.name(node) if own else node.name())
 
 
 def backward_sequence() -> int:

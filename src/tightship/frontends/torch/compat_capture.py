@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unplannable
-from tightship.frontends.torch.compat import require_torch
+from tightship.frontends.torch.compat import node_name, require_torch
 from tightship.frontends.torch.refusals import told
 
 require_torch()
@@ -446,7 +446,7 @@ def _told(roots: Iterable[torch.Tensor], done: Callable[[int], None]) -> Iterato
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node.name() != _COMPILED:  # a hook would hold gradients that compiled code lets go of
+            if node_name(node) != _COMPILED:  # a hook would hold gradients that compiled code lets go of
                 number = node._sequence_nr()
                 handle = node.register_hook(lambda *_, number=number: done(number))
                 handles.callback(handle.remove)
