@@ -83,7 +83,7 @@ def test_each_length_is_captured_once_and_trained_as_eager_trains_the_padded_bat
     step = tightship.fit(
         model, tokens, optimizer, text(5), "95%", pad_to=Pad(FILL, to=BUCKETS), **more[loop], **OPTIONS
     )
-    reserved = step.reserved
+    reserved, on_heap = step.reserved, any("ordinary heap" in n for n in step.notes)
     lengths = [5, 7, 8, 12, 9, 3, 16, 14, 11, 15, 8, 1]
     for k, n in enumerate(lengths):
         batch = text(n, k)
@@ -107,7 +107,7 @@ def test_each_length_is_captured_once_and_trained_as_eager_trains_the_padded_bat
         assert found["measured_peak"] <= found["budget"] and not found["misses"]
     # Of an accumulated step, those that add to gradients are kinds of their own.
     assert len(captures) == len(BUCKETS) * (2 if loop == "accumulated" else 1)
-    assert step.reserved == reserved  # the largest length was planned first
+    assert on_heap or step.reserved == reserved  # the largest length was planned first
 
 
 def test_the_largest_length_is_what_a_percentage_is_of_and_is_not_refused_later():

@@ -65,8 +65,6 @@ def a_step_of_its_own_is_refused():
         errors.Unsupported, match=r"(?s)without a collective on 2 ranks.*torch\.compile.*independent"
     ):
         fitted(net())
-    with pytest.raises(errors.Unsupported, match=r"DistributedDataParallel\(torch\.compile\("):
-        fitted(DistributedDataParallel(net()))
 
 
 def independent_ranks_train_models_of_their_own():
