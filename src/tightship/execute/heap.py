@@ -41,7 +41,7 @@ def faster_on_heap(graph: Graph, limit: int, plan: Plan, on_heap: Callable[[], P
         return plan
     try:
         heap = on_heap()
-    except Infeasible:  # there, what an op takes beside its results may be more
+    except Infeasible:  # without places, no result lies where an input of its op lay
         return plan
     if heap.time > plan.time - least:
         return plan

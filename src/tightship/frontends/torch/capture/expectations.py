@@ -27,6 +27,7 @@ __all__ = [
     "guesses_now",
     "guessing",
     "only_raises",
+    "written_back",
 ]
 
 AGAIN = 256
@@ -53,7 +54,7 @@ class OtherAnswer(Unsupported):
             f"another answer than {expected} to the question at {question.place}",
             "eager takes another path there, which the captured step does not have",
             "run this step in eager; where a number is no longer finite, lower the learning rate",
-        )  # fmt: skip
+        )
 
 
 class Misled(Unplannable):
