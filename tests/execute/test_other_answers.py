@@ -248,6 +248,8 @@ def test_code_that_cannot_be_put_back_ends_with_the_error():
     with pytest.raises(Unsupported, match="another answer than False"):
         step(data[0])
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    step(data[1])
+    assert step.measure()["planned_peak"] is not None
 
 
 def test_each_fallback_is_said():

@@ -413,6 +413,7 @@ class TrainStep(TrainVariants):
         except Unsupported:
             if not other:
                 raise
+            self._learn(other[0])
             raise other[0] from None  # an iterator of the code's cannot be set back
         note = f"the step runs in eager, where the budget is not kept: {other[0].what}"
         nothing = isinstance(other[0], Unplannable) and not self._variants
