@@ -239,7 +239,29 @@ def test_an_optimizer_is_bit_identical_or_refused(name: str, kept: Any) -> None:
 )
 def test_state_that_follows_from_the_numbers_is_counted_before_the_first_step(name: str, kept: Any) -> None:
     package, kind = name.split()
-    make = getattr(pytest.importorskip(package), kind)
+    takes_what_was_planned(getattr(pytest.importorskip(package), kind), kept)
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Steps by the gradients' norm, which it keeps in the place of the last step's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        group["norm"] = torch.stack([p.grad.norm() for p in group["params"]]).norm()[None]
+        for p in group["params"]:
+            p.sub_(p.grad / group["norm"], alpha=group["lr"])
+
+
+def test_what_a_step_replaces_from_before_is_not_counted_twice(kept: Any) -> None:
+    """The end of what is older than the log is not in it: later steps had no plan within the first one's peak."""
+    takes_what_was_planned(ByNorm, kept)
+
+
+def takes_what_was_planned(make: Callable[[Any], torch.optim.Optimizer], kept: Any) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
     step = fit(

@@ -216,11 +216,13 @@ def rehearsed(
     rehearsal: Rehearsal, bench: Bench, *, exact: bool, elements: int
 ) -> tuple[list[UpdateRun], int]:
     """Runs of an update with other gradients and after other numbers of steps; ``exact``: of a known class. And the
-    bytes of the run that makes the state, if there is none yet, beside those of the state."""
+    bytes of a run before them, beside what it keeps: one that makes the state, if there is none yet, or replaces
+    tensors whose end is not logged, as they are from before."""
     scales: Sequence[float] = _SCALES if exact else _MORE_SCALES
     if elements > _MANY:
         scales = scales[:6]
     seconds: list[float] = []
+    begins = rehearsal.begins or not exact
 
     def run(scale: float) -> None:
         log.seek(0)
@@ -232,7 +234,7 @@ def rehearsed(
         log.seek(0)
 
     with random_untouched(), bench.log() as log:
-        if rehearsal.begins:
+        if begins:
             run(0.0 if exact else 1.0)
         for scale in scales:
             run(scale)
@@ -250,7 +252,7 @@ def rehearsed(
         if event.step < len(events):
             events[event.step].append(event)
     runs = [UpdateRun(e, s) for e, s in zip(events[1:], seconds, strict=True)]
-    if not rehearsal.begins:
+    if not begins:
         return runs, 0
     return runs[1:], runs[0].peak - runs[0].kept
 
