@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from support import plans
-from tightship.errors import BadInput, Unsupported, VerificationFailed
+from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
 from tightship.execute.fit import fit
-from tightship.execute.interpreter import Executor
+from tightship.execute.interpreter import Executor, Fallback
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.rerun import live_step, python_state
 from tightship.frontends.torch.rerun.outcome import understood
@@ -260,6 +260,37 @@ def test_a_generator_is_refused_beforehand_and_right_without_preparing():
     for _ in range(3):
         step(batch())
     assert next(scales) == 4.0 and step.plan.peak > 0
+
+
+@pytest.mark.parametrize("ends", ["in eager", "without room"])
+def test_iterators_are_where_they_were_when_the_run_beforehand_ends_early(ends):
+    """They had moved on, silently, where nothing could be planned, or not within the budget."""
+    numbers, own = itertools.count(), torch.Generator()
+
+    def loss_fn(model, pair):
+        scale = 1 + next(numbers)
+        x = pair[0] + torch.randn(pair[0].shape, generator=own) if ends == "in eager" else pair[0]
+        return scale * F.cross_entropy(model(x), pair[1])
+
+    if ends == "in eager":
+        with pytest.warns(Fallback, match="generator"):
+            fitted(net(), loss_fn)
+    else:
+        with pytest.raises(Infeasible):
+            fitted(net(), loss_fn, budget=64, planner=None)
+    assert next(numbers) == 0
+
+
+def test_a_generator_is_refused_where_the_run_beforehand_ends_early():
+    numbers = (float(k) for k in range(9))
+
+    def loss_fn(model, pair):
+        scale = next(numbers)
+        return scale * ordinary(model, (pair[0] + torch.randn(pair[0].shape, generator=own), pair[1]))
+
+    own = torch.Generator()
+    with pytest.raises(Unsupported, match=r"generator.*make a new one and pass prepare=False"):
+        fitted(net(), loss_fn)
 
 
 def test_an_error_of_the_callers_code_leaves_the_step_usable():

@@ -31,6 +31,8 @@ class DataReaders:
             return lambda *args: _Pack.apply(*args, self._contents)  # type: ignore[no-untyped-call]
         if name == "_pad_packed_sequence":
             return lambda *args: _padded(self._contents, *args)
+        if name == "ctc_loss":
+            return _by_tensors(func)
         if name not in _PACKED and name != "tensor_split":
             return eager_paths.as_in_eager(scalar_lists.instead(func))
 
@@ -57,7 +59,7 @@ class DataReaders:
         """Packed sequences, wherever modules call for them, tensors made of lists in which tensors are, and what
         takes another path than in eager."""
         packed = [(torch._VF, name) for name in ("_pack_padded_sequence", "_pad_packed_sequence", *_PACKED)]
-        functions = (*scalar_lists.FUNCTIONS, *eager_paths.FUNCTIONS)
+        functions = ("ctc_loss", *scalar_lists.FUNCTIONS, *eager_paths.FUNCTIONS)
         with ExitStack() as stack:
             for owner, name in (*packed, *((torch, name) for name in functions)):
                 stack.enter_context(patched(owner, name, self.instead(getattr(owner, name))))
@@ -73,6 +75,26 @@ def _list_of(name: str, args: Any) -> Any:
 _PACKED = {"lstm": 2, "gru": 3, "rnn_tanh": 3, "rnn_relu": 3}
 """Recurrent nets, and which argument is a list where the first two are a packed sequence."""
 _MANY = (list, tuple)
+
+
+def _by_tensors(func: Any) -> Any:
+    """``ctc_loss``, which writes lengths that are lists into a tensor without data. Of tensors on the CPU it makes
+    lists in eager, so the numbers are the same."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0].device.type == "cpu":
+            args = (*args[:2], *map(_lengths, args[2:4]), *args[4:])
+            kwargs = {k: _lengths(x) if k in _LENGTHS else x for k, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+    return called
+
+
+def _lengths(given: Any) -> Any:
+    return torch.tensor(given, dtype=torch.int64) if isinstance(given, _MANY) else given
+
+
+_LENGTHS = ("input_lengths", "target_lengths")
 
 
 class _Pack(torch.autograd.Function):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import Infeasible, Unplannable, Unsupported
 from tightship.frontends.torch.containers import CONTAINERS, contents, refill
 from tightship.frontends.torch.rerun.outcome import globals_of
 
@@ -43,25 +43,27 @@ def python_state_kept(*roots: Any, when: Callable[[], bool] = lambda: True) -> I
     """Puts back what code inside changes of the objects that the functions and objects ``roots`` can reach, if
     ``when`` says so at the end.
 
-    Raises ``Unsupported`` where a generator or another iterator that cannot be set back has moved on.
+    Raises ``Unsupported`` where a generator or another iterator that cannot be set back has moved on, unless what
+    ended the code is an error after which nothing goes on from there.
     """
     found = _Reachable()
     found.look_at(roots)
+    ended: BaseException | None = None
     try:
         yield
-    except BaseException:
-        if when():
-            found.undo()
+    except BaseException as error:
+        ended = error
         raise
-    if not when():
-        return
-    moved = found.moved()
-    found.undo()
-    if moved is not None:
-        raise Unsupported(
-            f"{moved}, which the step's code moves on", "fit runs that code once beforehand and cannot set it back",
-            "pass prepare=False: the first step then captures",
-        )  # fmt: skip
+    finally:
+        if when():
+            moved = found.moved()
+            found.undo()
+            if moved is not None and (ended is None or isinstance(ended, (Unplannable, Infeasible))):
+                raise Unsupported(
+                    f"{moved}, which the step's code moves on",
+                    "fit runs that code once beforehand and cannot set it back",
+                    "make a new one and pass prepare=False: the first step then captures",
+                ) from ended
 
 
 class _Reachable:
