@@ -178,6 +178,31 @@ def test_autograd_adds_gradients_in_place_where_nobody_else_holds_them(name: str
     )
 
 
+TWICE: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(64, 64),
+    "linear in three dimensions": lambda: nn.Sequential(nn.Unflatten(1, (2, 32)), nn.Linear(32, 256)),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (16, 2, 2)), nn.Conv2d(16, 64, 2), nn.BatchNorm2d(64)),
+    "transposed": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)),
+    "recurrent": lambda: nn.GRUCell(64, 64),
+    "attention": lambda: nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("calls", [2, 3])
+def test_gradients_of_a_model_that_is_called_several_times(name: str, calls: int) -> None:
+    """Those of a linear layer are views, whose base holds the storage, too: autograd adds them out of place."""
+    torch.manual_seed(0)
+    model, batch = TWICE[name](), torch.randn(4, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return torch.stack([model(batch * (k + 1)).sin().sum() for k in range(calls)]).sum()
+
+    found = estimate(model, batch, optimizer, loss_fn).peak
+    assert found == measured(model, batch, step_of(loss_fn), optimizer)
+
+
 def test_tensors_of_a_batch_that_share_memory_are_there_once() -> None:
     text = torch.randint(0, 50, (8, 33))
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))

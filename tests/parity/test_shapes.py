@@ -335,7 +335,8 @@ def test_a_batch_that_is_packed(measurements):
     check(build, measurements, 3)
 
 
-def test_speech(measurements):
+@pytest.mark.parametrize("as_given", [torch.Tensor.clone, torch.Tensor.tolist], ids=["tensors", "lists"])
+def test_speech(measurements, as_given):
     """Packed sequences, and a loss whose memory follows from the lengths of its targets."""
 
     def batch(number):
@@ -348,7 +349,7 @@ def test_speech(measurements):
         packed = pack_padded_sequence(model.embed(x), lengths, batch_first=True, enforce_sorted=False)
         out, lengths = pad_packed_sequence(model.net(packed)[0], batch_first=True)
         logs = model.out(out).log_softmax(-1).transpose(0, 1)
-        return functional.ctc_loss(logs, targets, lengths, target_lengths)
+        return functional.ctc_loss(logs, targets, as_given(lengths), as_given(target_lengths))
 
     def build():
         model = Recurrent(nn.LSTM)

@@ -260,13 +260,14 @@ class Timeline:
 
     def _taken_over(self, m: Moment) -> int:
         """The storage of the one of two gradients, the first if both do, that autograd alone held: it adds the other
-        in place, but for a dispatch mode that looks on (accumulate in torch/csrc/autograd/input_buffer.cpp)."""
+        in place, but for a dispatch mode that looks on (accumulate in torch/csrc/autograd/input_buffer.cpp). A view,
+        as the gradient of a linear layer's weight is, has a base that holds the storage, too."""
         r = self.records[m.op]
         if r.target != "aten.add.Tensor" or len(m.made) != 1:
             return -1
         for ref in r.args[:2]:
             x = self._tape.values[ref.value] if type(ref) is Ref else None
-            if x is None or x.storage not in m.ended:
+            if x is None or x.storage not in m.ended or ref.value in self._tape.between_nodes[m.op]:
                 continue
             whole = math.prod(x.shape) * x.dtype.itemsize == self._tape.storages[x.storage].nbytes
             if whole and self.sizes[x.storage] == self.sizes[m.made[0]]:

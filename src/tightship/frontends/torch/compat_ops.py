@@ -219,6 +219,13 @@ def is_inplace_view(fn: Any) -> bool:
     return torch.Tag.inplace_view in fn.tags
 
 
+def is_view(fn: Any) -> bool:
+    """Whether autograd takes the result for a view of an argument, which it holds (``as_view`` in
+    torch/csrc/autograd/VariableTypeUtils.h). Not so ``_unsafe_view`` and ``detach``."""
+    shared = [r.alias_info is not None and not r.alias_info.is_write for r in fn._schema.returns]
+    return bool(shared) and all(shared) and fn._schema.name != "aten::detach"
+
+
 _INDEX_PUTS = torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default
 
 

@@ -31,6 +31,8 @@ class DataReaders:
             return lambda *args: _Pack.apply(*args, self._contents)  # type: ignore[no-untyped-call]
         if name == "_pad_packed_sequence":
             return lambda *args: _padded(self._contents, *args)
+        if name == "tolist":  # stand-ins have one of their own, which `torch.Tensor.tolist(x)` passes by
+            return lambda tensor: tensor.tolist()
         if name == "ctc_loss":
             return _by_tensors(func)
         if name not in _PACKED and name != "tensor_split":

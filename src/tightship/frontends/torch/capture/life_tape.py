@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tightship.frontends.torch import compat, compat_distributed
+from tightship.frontends.torch import compat, compat_distributed, compat_ops
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage
 
 __all__ = ["Kind", "Life", "LifeTape"]
@@ -48,12 +48,14 @@ class LifeTape(Tape):
         super().__init__()
         self.events: list[tuple[Kind, int]] = []
         self.lives: list[Life] = []
-        self.between_nodes: set[int] = set()  # ops of autograd's own, by number
+        # Ops of autograd's own, by number, with those of their arguments that are views, which hold their base.
+        self.between_nodes: dict[int, frozenset[int]] = {}
         self.there: str = ""  # the role of storages that are there before the loop
         self.unread: list[Origin] = []  # where the code reads a number that only a real step has
         self._watched: dict[int, Any] = {}
         self._numbers: dict[int, list[int]] = {}
         self._before: list[set[int]] = []
+        self._views: set[int] = set()
         self._node = self._ran = -1
         self._empty: set[int] = set()
 
@@ -122,8 +124,10 @@ class LifeTape(Tape):
             self.events.pop()  # a view
         for life in self.lives[known:]:
             life.phase, life.origin = phase, origin
+        if r is None and isinstance(out, torch.Tensor):
+            (self._views.add if compat_ops.is_view(fn) else self._views.discard)(self.value(out))
         if r is not None and phase == "backward" and compat.backward_sequence() == self._ran:
-            self.between_nodes.add(len(self.records) - 1)
+            self.between_nodes[len(self.records) - 1] = frozenset(self._views.intersection(r.reads))
         return r
 
     def was_there(self, tensor: torch.Tensor) -> None:
