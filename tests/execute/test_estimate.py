@@ -181,7 +181,9 @@ def test_autograd_adds_gradients_in_place_where_nobody_else_holds_them(name: str
 TWICE: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(64, 64),
     "linear in three dimensions": lambda: nn.Sequential(nn.Unflatten(1, (2, 32)), nn.Linear(32, 256)),
-    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (16, 2, 2)), nn.Conv2d(16, 64, 2), nn.BatchNorm2d(64)),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (16, 2, 2)), nn.Conv2d(16, 64, 2), nn.BatchNorm2d(64)
+    ),
     "transposed": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)),
     "recurrent": lambda: nn.GRUCell(64, 64),
     "attention": lambda: nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0),
