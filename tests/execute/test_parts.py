@@ -388,6 +388,82 @@ def test_bad_options_are_told(kept, options, message):
         pair(kept, **options)
 
 
+def clears(model, batch):
+    model.zero_grad()
+    return loss_fn(model, batch)
+
+
+def sets(model, batch):
+    model[0].weight.grad = None
+    return loss_fn(model, batch)
+
+
+def scales(model, batch):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+    return loss_fn(model, batch)
+
+
+def reads(model, batch):
+    before = sum(float(p.grad is not None) for p in model.parameters())
+    return loss_fn(model, batch) * (1 + before)
+
+
+def adds(model, batch):
+    loss_fn(model, batch).backward()
+    return loss_fn(model, batch)
+
+
+def adds_to_the_input(model, batch):
+    x = batch[0].clone().requires_grad_()
+    loss_fn(model, (x, batch[1])).backward(inputs=[x])
+    return loss_fn(model, (x.detach() + x.grad.sign(), batch[1]))
+
+
+GRADIENTS_IN_CODE = [clears, sets, scales, reads, adds]
+
+
+@pytest.mark.parametrize("code", GRADIENTS_IN_CODE)
+def test_code_that_uses_gradients_that_are_added_to_runs_in_eager(kept, code):
+    """They were added to beside it, silently."""
+    with pytest.warns(Fallback, match="gradients from before"):
+        theirs, ours, step = pair(kept, loss=code, accumulate=2, strict=False)
+    for k, batch in enumerate(batches(4)):
+        torch.manual_seed(k)
+        code(theirs[0], batch).backward()
+        if k % 2:
+            theirs[1].step()
+            theirs[1].zero_grad()
+        torch.manual_seed(k)
+        step(batch)
+    alike(theirs, ours)
+    with pytest.raises(Unsupported, match="gradients from before"):
+        pair(kept, loss=code, accumulate=2)
+
+
+@pytest.mark.parametrize("code", GRADIENTS_IN_CODE)
+def test_code_that_uses_gradients_that_are_not_there_is_planned_and_refused_where_they_are(kept, code):
+    _, _, step = pair(kept, loss=code, split=True)
+    step.backward(batches(1)[0])
+    with pytest.raises(Unsupported, match="gradients from before"):
+        step.backward(batches(1)[0])
+
+
+def test_gradients_of_other_tensors_are_planned_where_gradients_are_added_to(kept):
+    theirs, ours, step = pair(kept, loss=adds_to_the_input, accumulate=2)
+    for k, batch in enumerate(batches(4)):
+        torch.manual_seed(k)
+        adds_to_the_input(theirs[0], batch).backward()
+        if k % 2:
+            theirs[1].step()
+            theirs[1].zero_grad()
+        torch.manual_seed(k)
+        step(batch)
+    as_planned(step)
+    alike(theirs, ours)
+
+
 def test_what_cannot_be_added_to_is_refused(kept):
     _, (model, _), step = pair(kept, split=True)
     weight = model[0].weight

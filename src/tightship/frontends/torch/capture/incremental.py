@@ -84,6 +84,10 @@ class StepCapture(Capture):
         own += [(b, self._given.buffers[n]) for n, b in self.buffers.items()]
         return own + [(t, t) for t in tensors_of(self._given.batch)]
 
+    def adds_to(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter has a gradient from before, which the step adds to."""
+        return any(tensor is self.parameters[n] for n in self.ending.held)
+
     @contextmanager
     def executing(self) -> Iterator[None]:
         with compat_distributed.captured_alike(), eager_paths.active(), self.mode, self.recorder:

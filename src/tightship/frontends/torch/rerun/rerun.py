@@ -57,6 +57,7 @@ READS = {
 """Functions that hand contents to Python: of tensors that the step does not write, they are run in every step."""
 
 SHOWN = {"__repr__", "__format__", "__str__", "numpy", "__array__", "data_ptr", "__dlpack__"}
+_OF_GRADIENTS = ("grad.__get__", "grad.__set__", "backward")
 _SETTERS = {"grad.__set__", "set_", "resize_"}
 
 
@@ -514,6 +515,11 @@ class Rerun(TorchFunctionMode):
                 f"{name} of a tensor in a step at {origin}", "its contents are there only when the step has run",
                 "hand the tensor back as a result and look at it there",
             )  # fmt: skip
+        if name in _OF_GRADIENTS and self._meets_gradients(name, args, kwargs):
+            raise Unplannable(
+                f"code of a step at {origin} that reads, sets or adds to gradients from before",
+                "it runs before the step adds to them", "clear gradients before such a step",
+            )  # fmt: skip
         if name not in _SETTERS or not args:
             return
         n = self.trace.index.get(id(args[0]))
@@ -526,6 +532,16 @@ class Rerun(TorchFunctionMode):
             f"{name.removesuffix('.__set__')} of a parameter, buffer or constant set in a step at {origin}",
             "the step runs on stand-ins for them", "set it before the step",
         )  # fmt: skip
+
+    def _meets_gradients(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether a call finds or leaves something else in a parameter's gradient than in eager, where that is the
+        one that the step adds to."""
+        assert self.execution is not None
+        capture = self.execution.capture
+        if name != "backward":
+            return capture.adds_to(args[0])
+        inputs = kwargs.get("inputs")
+        return bool(capture.ending.held) and (not inputs or any(map(capture.adds_to, tensors_in(inputs))))
 
 
 def _decisive(calls: Sequence[FunctionCall]) -> list[Any]:
