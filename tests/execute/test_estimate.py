@@ -618,10 +618,26 @@ def test_a_loop_that_decides_by_its_parameters_is_refused() -> None:
 
     def loss_fn(model: Any, x: Any) -> Any:
         y = model(x)
-        return y.sum() if y.mean() > 0 else y.pow(2).sum()
+        return torch.stack([y.sum() for _ in range(int(y[0].argmax()) + 1)]).sum()
 
     with pytest.raises(Unsupported, match="depend on data"):
         estimate(model, torch.randn(2, 4), None, loss_fn)
+
+
+def test_answers_to_yes_or_no_are_assumed_and_said() -> None:
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss_fn(model: Any, x: Any) -> Any:
+        y = model(x)
+        if not torch.isfinite(y).all():
+            return y.sum()
+        return model(y.tanh()).exp().mean() if y.mean() > 1e6 else y.exp().sum()
+
+    found = estimate(model, x, optimizer, loss_fn)
+    assert found.peak == measured(model, x, step_of(loss_fn), optimizer)
+    assert [a.partition(" at ")[0] for a in found.answered] == ["True", "False"]
+    assert "assumed            of what only a real step has: True at" in str(found)
 
 
 SOURCE = """

@@ -158,7 +158,7 @@ class Reads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
-        return y if y.mean() > 0 else y.pow(2)
+        return y.repeat(int(y[0].argmax()) + 1, 1)[:2]
 
 
 def test_a_model_that_decides_by_what_it_computes_is_refused_in_words() -> None:

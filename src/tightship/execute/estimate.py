@@ -27,6 +27,7 @@ from tightship.execute.estimate_remedies import Remedy, batches_within, remedies
 from tightship.frontends.torch import compat_ddp
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
+from tightship.frontends.torch.capture.expectations import Guesses, guessing
 from tightship.frontends.torch.capture.step import module_of
 from tightship.frontends.torch.optimizer.given import as_one
 from tightship.frontends.torch.structure import (
@@ -120,7 +121,8 @@ class Estimate(Shown):
     simulated. ``phases``: the peaks of ``forward``, ``backward`` and ``update``. ``unknown``: how many calls of
     which ops were counted without the temporaries of their kernels, which are not known. ``unread``: the lines that
     read a number from data that only a real step has (``loss.item()``), which was taken to be 1.0: bytes follow
-    from it only where the code compares it. ``flops`` are those of one step.
+    from it only where the code compares it. ``answered``: the lines that ask yes or no of such data, with the answer
+    that was taken for granted, as `fit` does. ``flops`` are those of one step.
     """
 
     peak: int
@@ -141,6 +143,7 @@ class Estimate(Shown):
     device: Device
     unknown: Mapping[str, int]
     unread: tuple[str, ...]
+    answered: tuple[str, ...]
     flops: int
     training: bool
     compiled: bool = False
@@ -227,6 +230,7 @@ class Estimate(Shown):
             "fits": self.fits(memory) if known else None,
         }
         rows |= {"phases": dict(self.phases), "unknown": dict(self.unknown), "unread": list(self.unread)}
+        rows["answered"] = list(self.answered)
         rows["modules"] = [asdict(m) for m in self.modules]
         for key, shares in (("by_module", self.by_module), ("by_line", self.by_line)):
             rows[key] = [{"place": s.place, "what": s.what, "bytes": s.nbytes} for s in shares]
@@ -267,6 +271,8 @@ class Estimate(Shown):
             yield "assumed            code for the CPU: Inductor fuses other ops on a GPU"
         if self.unread:
             yield f"assumed            1.0 for numbers that only a real step has: {', '.join(self.unread[:3])}"
+        if self.answered:
+            yield f"assumed            of what only a real step has: {', '.join(self.answered[:3])}"
         if self.unknown:
             names = ", ".join(n.removeprefix("aten.").partition(".")[0] for n in list(self.unknown)[:3])
             yield (
@@ -327,7 +333,7 @@ class _Asked:
         loop = EagerLoop(model, self.sample, compiled=self.compiled)
         run = loop.with_data and not self.device.is_gpu if self.kernels is None else self.kernels
         blocks = checkpointed(model) if self.checkpoint else nullcontext()
-        with blocks, _mode(model, training=self.trains or self.loop is not None):
+        with blocks, _mode(model, training=self.trains or self.loop is not None), guessing(Guesses()):
             loop.run(
                 self.loop or self.own_loop(), self.optimizer, self.steps, foreach=self.device.is_gpu,
                 backend=Emulation(loop, run=run) if self.compiled else None,
@@ -505,9 +511,10 @@ def _summed(loop: EagerLoop, timeline: Timeline, kernels: Kernels, asked: _Asked
         peak.nbytes, static, **{name: parts[name] for name in _PARTS}, at=at, phases=dict(timeline.phases),
         by_module=_shares(alike), by_line=_shares(lines), modules=_modules(modules, peak.nbytes),
         device=asked.device, unknown=dict(kernels.unknown),
-        unread=tuple(dict.fromkeys(map(str, loop.tape.unread))), flops=timeline.flops, training=asked.trains,
-        compiled=asked.compiled, reserved=reserved(requests) if requests else None, _asked=asked,
-        _requests=requests,
+        unread=tuple(dict.fromkeys(map(str, loop.tape.unread))),
+        answered=tuple(dict.fromkeys(f"{c.expected} at {c.place}" for c in loop.tape.checks if not c.raises)),
+        flops=timeline.flops, training=asked.trains, compiled=asked.compiled,
+        reserved=reserved(requests) if requests else None, _asked=asked, _requests=requests,
     )  # fmt: skip
 
 

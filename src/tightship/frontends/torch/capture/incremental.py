@@ -84,9 +84,9 @@ class StepCapture(Capture):
         own += [(b, self._given.buffers[n]) for n, b in self.buffers.items()]
         return own + [(t, t) for t in tensors_of(self._given.batch)]
 
-    def adds_to(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter has a gradient from before, which the step adds to."""
-        return any(tensor is self.parameters[n] for n in self.ending.held)
+    def adds_to(self, parameter: torch.Tensor | None = None) -> bool:
+        """Whether a parameter, or any, has a gradient from before, which the step adds to."""
+        return any(parameter is None or parameter is self.parameters[n] for n in self.ending.held)
 
     @contextmanager
     def executing(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tightship.frontends.torch import compat, compat_distributed, compat_ops
+from tightship.frontends.torch.capture.expectations import Expectation
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage
 
 __all__ = ["Kind", "Life", "LifeTape"]
@@ -129,6 +130,11 @@ class LifeTape(Tape):
         if r is not None and phase == "backward" and compat.backward_sequence() == self._ran:
             self.between_nodes[len(self.records) - 1] = frozenset(self._views.intersection(r.reads))
         return r
+
+    @property
+    def checks(self) -> tuple[Expectation, ...]:
+        """Answers that were taken for granted."""
+        return tuple(r.fn for r in self.records if isinstance(r.fn, Expectation))
 
     def was_there(self, tensor: torch.Tensor) -> None:
         """What was thought to be made by the loop has outlived it."""

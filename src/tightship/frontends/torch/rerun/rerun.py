@@ -541,7 +541,7 @@ class Rerun(TorchFunctionMode):
         if name != "backward":
             return capture.adds_to(args[0])
         inputs = kwargs.get("inputs")
-        return bool(capture.ending.held) and (not inputs or any(map(capture.adds_to, tensors_in(inputs))))
+        return any(map(capture.adds_to, tensors_in(inputs) if inputs else (None,)))
 
 
 def _decisive(calls: Sequence[FunctionCall]) -> list[Any]:
