@@ -8,6 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.ao.quantization import (
+    FakeQuantize,
+    MovingAverageMinMaxObserver,
+    default_per_channel_weight_fake_quant,
+)
 
 from support import plans
 from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
@@ -291,6 +296,63 @@ def test_a_generator_is_refused_where_the_run_beforehand_ends_early():
     own = torch.Generator()
     with pytest.raises(Unsupported, match=r"generator.*make a new one and pass prepare=False"):
         fitted(net(), loss_fn)
+
+
+class Observed(nn.Module):
+    """Quantization-aware: the observers' buffers get their shape in the first step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.weights = default_per_channel_weight_fake_quant()
+        self.inputs = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+
+    def forward(self, x):
+        return self.outer(self.inputs(F.relu(F.linear(x, self.weights(self.inner.weight), self.inner.bias))))
+
+
+class Centered(nn.Module):
+    """Centers are looked for in the first step, until they stay."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.begun = nn.Linear(8, 4), False
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.inner(x)
+        while not self.begun:
+            now = self.center + (y.detach().mean(0) - self.center) * 0.9
+            self.begun = (now - self.center).abs().max().item() < 1e-3
+            self.center.copy_(now)
+        return y - self.center
+
+
+@pytest.mark.parametrize("how", [{}, {"split": True}, {"accumulate": 2}, {"prepare": False}], ids=str)
+@pytest.mark.parametrize("make", [Observed, Centered])
+def test_what_a_first_step_in_eager_has_set_up_is_planned_from_the_second_on(make, how):
+    model, other = make(), make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(other.parameters(), lr=0.1)
+    options = {"planner": plans.keep, "cache": None, "seconds_per_op": 0.0} | how
+    with pytest.warns(Fallback):
+        step = fit(model, ordinary, optimizer, batch(), **options)
+        for k in range(4):
+            loss = step.backward(batch(k)) if "split" in how else step(batch(k))
+            if "split" in how:
+                step.update()
+                optimizer.zero_grad()
+            expected = ordinary(other, batch(k))
+            expected.backward()
+            if k % how.get("accumulate", 1) == how.get("accumulate", 1) - 1:
+                reference.step()
+                reference.zero_grad()
+            assert torch.equal(loss, expected)
+            assert k == 0 or step.plan.peak > 0
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+    assert any(note.startswith("steps ran in eager at first") for note in step.notes)
 
 
 def test_an_error_of_the_callers_code_leaves_the_step_usable():

@@ -43,6 +43,8 @@ from tightship.units import format_bytes
 
 __all__ = ["TrainStep"]
 
+_IN_EAGER, _AT_FIRST = "steps run in eager", "steps ran in eager at first"
+
 
 class TrainStep(TrainVariants):
     """Made by `fit`. ``step(batch)`` trains on a batch and returns the loss, or (loss, what came with it).
@@ -83,6 +85,7 @@ class TrainStep(TrainVariants):
         self._unplanned: Unplanned | None = None
         self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
         self._tries_again = False  # to plan what could not be planned as the model was
+        self._once_more = True  # so it is after the first step in eager
         alone = ranks is not None and self._replicas is None and not settings.stream
         self._divergence = Divergence(ranks) if ranks is not None and alone else None
 
@@ -199,13 +202,18 @@ class TrainStep(TrainVariants):
         self._unplanned = self._in_eager = Unplanned(no)
         self._variants.clear()
         self._arena = None
-        note = f"steps run in eager, where the budget is not kept: {str(no).splitlines()[0]}"
-        self._notes.append(note)
+        note = f"{_IN_EAGER}, where the budget is not kept: {str(no).splitlines()[0]}"
+        self._notes += [] if note in self._notes else [note]
         return note
+
+    def _try_once_more(self) -> None:
+        """A step in eager may have set up what the others find: scales, centers, buffers without a shape."""
+        if self._once_more and self._unplanned is not None:
+            self._once_more, self._tries_again, self._unplanned = False, True, None
 
     def _on_replaced(self) -> None:
         super()._on_replaced()
-        self._tries_again, self._unplanned = self._unplanned is not None, None
+        self._tries_again, self._unplanned = self._tries_again or self._unplanned is not None, None
 
     # --- running ---
 
@@ -307,9 +315,13 @@ class TrainStep(TrainVariants):
             # As before: it was said that the budget is not kept.
             except (Unsupported, BadInput, Infeasible) as no:
                 self._fall_back(no)
+            else:
+                self._notes = [n.replace(_IN_EAGER, _AT_FIRST) for n in self._notes]
         unplanned = self._in_eager = self._unplanned or self._for_now()
         if unplanned is not None:
-            return self._run_unplanned(unplanned, batch, whole=held is None)
+            out = self._run_unplanned(unplanned, batch, whole=held is None)
+            self._try_once_more()
+            return out
         check_gradients(held or {})
         try:
             return self._run_guessing(batch, self._ending(held))
@@ -424,7 +436,10 @@ class TrainStep(TrainVariants):
             self._notes.append(note)
         warnings.warn(note, Fallback, stacklevel=_callers_level())
         self._in_eager = Unplanned(other[0])
-        return self._run_unplanned(self._in_eager, batch, whole=not ending.leaves)
+        out = self._run_unplanned(self._in_eager, batch, whole=not ending.leaves)
+        if nothing:
+            self._try_once_more()
+        return out
 
     def _learn(self, other: OtherAnswer | Unplannable) -> None:
         assert self._guesses is not None

@@ -219,6 +219,11 @@ def is_inplace_view(fn: Any) -> bool:
     return torch.Tag.inplace_view in fn.tags
 
 
+def resizes_nothing(fn: Any, args: Sequence[Any]) -> bool:
+    """Whether the call is ``resize_`` to the sizes that the tensor has, at which it stays as it is."""
+    return fn is torch.ops.aten.resize_.default and tuple(args[1]) == tuple(args[0].shape)
+
+
 def is_view(fn: Any) -> bool:
     """Whether autograd takes the result for a view of an argument, which it holds (``as_view`` in
     torch/csrc/autograd/VariableTypeUtils.h). Not so ``_unsafe_view`` and ``detach``."""

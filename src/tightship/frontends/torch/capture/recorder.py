@@ -104,6 +104,8 @@ class Recorder(compat.TorchDispatchMode):
             return out
         if fn is _CONVOLUTION_BACKWARD and self.splits and all(args[-1][:2]):
             return self._one_gradient_each(args)
+        if compat_ops.resizes_nothing(fn, args):
+            return args[0]
         if fn is _EMPTY_LIKE and (out := self._of_form(args, kwargs)) is not None:
             return out
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is no code of the step's

@@ -528,6 +528,11 @@ class Rerun(TorchFunctionMode):
             return
         if name == "grad.__set__" and len(args) > 1 and args[1] is None:
             return
+        if (
+            name == "resize_"
+            and tuple(args[1] if args[1:] and type(args[1]) is not int else args[1:]) == args[0].shape
+        ):
+            return
         raise Unplannable(
             f"{name.removesuffix('.__set__')} of a parameter, buffer or constant set in a step at {origin}",
             "the step runs on stand-ins for them", "set it before the step",
