@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tightship.errors import BadInput
-from tightship.integrations.own_process import Crashed, own_process
+from tightship.integrations import own_process as own_process_module
+from tightship.integrations.own_process import Crashed, TooLong, own_process
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def module(tmp_path, monkeypatch):
         "def twice(x, *, add=0):\n    print('noise'); os.write(2, b'noise'); return 2 * x + add, os.getpid()\n"
         "def refuses():\n    raise BadInput('it is wrong', place='there')\n"
         "def crashes():\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "def turns():\n    while True: pass\n"
         "def leaves():\n    os._exit(7)\n"
         "def fails():\n    raise KeyError('unforeseen')\n"
     )
@@ -43,6 +45,13 @@ def test_what_it_returns_and_raises_comes_back(module, capfd):
 def test_an_end_without_an_answer_is_said(module, name, how, capfd):
     with pytest.raises(Crashed, match=how):
         own_process(getattr(module, name))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_call_without_an_end_is_ended(module, monkeypatch, capfd):
+    monkeypatch.setattr(own_process_module, "LONGEST", 1)
+    with pytest.raises(TooLong, match="no answer in 1 s"):
+        own_process(module.turns)
     assert capfd.readouterr() == ("", "")
 
 

@@ -26,7 +26,7 @@ import onnxruntime
 
 from tightship.errors import BadInput, TightshipError
 from tightship.files import scratch_folder
-from tightship.integrations.own_process import Crashed, own_process
+from tightship.integrations.own_process import Crashed, TooLong, own_process
 
 __all__ = [
     "AS_IT_IS",
@@ -394,5 +394,8 @@ def _optimized_file(source: str, path: str, level: str, entries: Mapping[str, st
 
 
 def _crash(error: Crashed, doing: str, path: str | os.PathLike[str]) -> BadInput:
-    said = f"onnxruntime {onnxruntime.__version__} crashed ({error}) {doing} it, as it does without tightship"
+    runtime = f"onnxruntime {onnxruntime.__version__}"
+    said = f"{runtime} crashed ({error}) {doing} it, as it does without tightship"
+    if isinstance(error, TooLong):
+        said = f"{runtime} gave {error} {doing} it: look for a loop without an end, or give smaller inputs"
     return BadInput(said, place=os.fspath(path))

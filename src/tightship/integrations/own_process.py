@@ -19,10 +19,12 @@ from typing import Any, Final, ParamSpec, TypeVar
 from tightship.errors import TightshipError
 from tightship.files import scratch_folder
 
-__all__ = ["Crashed", "own_process"]
+__all__ = ["Crashed", "TooLong", "own_process"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+LONGEST = 600
+"""Seconds that a call may take: a damaged file may have a loop without an end."""
 _CODE: Final = "import sys; from tightship.integrations.own_process import _answer; _answer(sys.argv[1])"
 
 
@@ -30,15 +32,25 @@ class Crashed(Exception):
     """The process ended without an answer; the text says how, such as ``SIGSEGV``."""
 
 
+class TooLong(Crashed):
+    """The process was ended as it had no answer after `LONGEST` seconds."""
+
+
 def own_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """``function(*args, **kwargs)``, a function of a module, in a process of its own. Raises ``Crashed``, the
-    ``TightshipError`` that it raises, and ``RuntimeError`` for any other error of its own."""
+    """``function(*args, **kwargs)``, a function of a module, in a process of its own. Raises ``Crashed``
+    (``TooLong`` after `LONGEST` seconds), the ``TightshipError`` that it raises, and ``RuntimeError`` for any other
+    error of its own."""
     with scratch_folder() as folder:
         call = (function.__module__, function.__name__, args, kwargs)
         (folder / "call").write_bytes(pickle.dumps(call))
         # -P: a file of the current folder must not stand for a library
         command = [sys.executable, "-P", "-c", _CODE, str(folder)]
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode
+        try:
+            ended = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=LONGEST
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise TooLong(f"no answer in {LONGEST} s") from None
         path = folder / "answer"
         if not path.exists():
             raise Crashed(_name(ended))
