@@ -355,6 +355,44 @@ def test_what_a_first_step_in_eager_has_set_up_is_planned_from_the_second_on(mak
     assert any(note.startswith("steps ran in eager at first") for note in step.notes)
 
 
+class Reviving(nn.Module):
+    """A code that nobody took is put where data are, now and then."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.steps = nn.Linear(8, 4), []
+        self.register_buffer("codes", torch.randn(5, 4))
+
+    def forward(self, x):
+        y = self.inner(x)
+        self.steps.append(len(self.steps))
+        taken = torch.cdist(y.detach(), self.codes).argmin(1)
+        if len(self.steps) in (1, 4, 7):
+            self.codes[int(taken.bincount(minlength=5).argmin())] = y.detach()[0]
+        return y - self.codes[taken]
+
+
+def test_what_could_not_be_planned_at_first_may_come_again():
+    model, other = Reviving(), Reviving()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(other.parameters(), lr=0.1)
+    in_eager = []
+    with pytest.warns(Fallback, match="bincount"):
+        step = fit(model, ordinary, optimizer, batch(), planner=plans.keep, cache=None, seconds_per_op=0.0)
+        for k in range(9):
+            loss = step(batch(k))
+            expected = ordinary(other, batch(k))
+            expected.backward()
+            reference.step()
+            reference.zero_grad()
+            assert torch.equal(loss, expected)
+            in_eager.append(step.metrics()["eager"])
+    assert in_eager == [1, 0, 0, 1, 0, 0, 1, 0, 0]
+    assert model.steps == other.steps
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
 def test_an_error_of_the_callers_code_leaves_the_step_usable():
     broken = [False]
 

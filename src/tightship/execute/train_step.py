@@ -207,8 +207,9 @@ class TrainStep(TrainVariants):
         return note
 
     def _try_once_more(self) -> None:
-        """A step in eager may have set up what the others find: scales, centers, buffers without a shape."""
-        if self._once_more and self._unplanned is not None:
+        """A step in eager may have set up what the others find: scales, centers, buffers without a shape. From then
+        on each step notes what its code may change: what was not planned once may come again."""
+        if self._once_more and self._unplanned is not None and self._guesses is not None:
             self._once_more, self._tries_again, self._unplanned = False, True, None
 
     def _on_replaced(self) -> None:
@@ -315,6 +316,9 @@ class TrainStep(TrainVariants):
             # As before: it was said that the budget is not kept.
             except (Unsupported, BadInput, Infeasible) as no:
                 self._fall_back(no)
+            except Exception as error:  # which eager may not raise, or raises itself
+                what = f"code of the step that raises {type(error).__name__} on stand-ins for tensors"
+                self._fall_back(Unsupported(what, "it may ask for what is there only when the step runs"))
             else:
                 self._notes = [n.replace(_IN_EAGER, _AT_FIRST) for n in self._notes]
         unplanned = self._in_eager = self._unplanned or self._for_now()
@@ -403,7 +407,7 @@ class TrainStep(TrainVariants):
         """A planned step; in eager where it has other answers than its program takes for granted."""
         if self._guesses is None:
             return self._run_planned(batch, ending)
-        if self._variants and not self._guesses.taken:
+        if self._variants and not self._guesses.taken and self._once_more:
             try:
                 return self._run_planned(batch, ending)
             except OtherAnswer as no:  # a question that no step before this one has had
