@@ -16,7 +16,7 @@ from tightship.execute.ranks import Ranks, marked
 from tightship.frontends.torch import collectives
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, Request
-from tightship.plan import Plan
+from tightship.plan import Plan, Step
 from tightship.planners.layout import lay_out
 from tightship.planners.run import decision_plan
 from tightship.serde import dumps_graph, dumps_plan, loads_graph, loads_plan
@@ -35,6 +35,7 @@ __all__ = [
     "in_captured_order",
     "in_one_order",
     "leader_of",
+    "other_layers",
     "read",
     "refusal",
     "told_groups",
@@ -46,18 +47,20 @@ __all__ = [
 class Told(NamedTuple):
     """What a rank says of its step: a digest of its ops, wherever in tensors these find their parts; the collectives
     among them (how many, and a digest of what they are, in order); the same of its plan, if it has one; a digest of
-    each group of ranks that they send among, in the order in which they come up; and a digest of what it trains."""
+    each group of ranks that they send among, in the order in which they come up; a digest of what it trains; and one
+    of what its optimizer is set to."""
 
     ops: str
     calls: tuple[int, str]
     plan: tuple[int, str] | None
     groups: tuple[str, ...]
     trained: str = ""
+    options: str = ""
 
     @staticmethod
     def of(row: Sequence[Any]) -> Told:
-        ops, calls, plan, groups, trained = row
-        return Told(ops, tuple(calls), None if plan is None else tuple(plan), tuple(groups), trained)
+        ops, calls, plan, groups, *rest = row
+        return Told(ops, tuple(calls), None if plan is None else tuple(plan), tuple(groups), *rest)
 
 
 def told_of(captured: Program, plan: Plan | None = None, program: Program | None = None) -> Told:
@@ -123,6 +126,12 @@ def _described(program: Program, argument: Any) -> Any:
     return argument
 
 
+def other_layers(told: Sequence[Any]) -> bool:
+    """Whether some ranks have run layers that others have not."""
+    rows = [Told.of(row) for row in told]
+    return len({(row.calls, row.trained) for row in rows}) > 1
+
+
 def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
     """Raises ``PeerFailed`` where steps, or those plans that there are, would send other things on other ranks."""
     rows = [Told.of(row) for row in told]
@@ -130,7 +139,8 @@ def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
         texts = [f"a step of {n} collectives ({digest[:8]})" for n, digest in (row.calls for row in rows)]
         what = (
             "steps that send other things (batches or models of other shapes, or code that runs other layers on "
-            "some ranks, as find_unused_parameters lets it: have all ranks take the same branch)"
+            "some ranks: have all take the same branch, or say find_unused_parameters=True, where each rank has all "
+            "parameters)"
         )
         raise ranks.differ(what, texts)
     if not _meet([row.groups for row in rows]):
@@ -187,6 +197,7 @@ def follow(graph: Graph, text: str, limit: int | None) -> Plan:
             "no plan sends in the order of the other ranks'", "run the same code on batches of one shape everywhere",
         )  # fmt: skip
     capacity = None if limit is None else max(limit - graph.static_bytes, 0)
+    plan = replace(plan, steps=_in_places_of(graph, plan.steps))
     line, layout = replay(graph, plan.steps), lay_out(graph, plan.steps, capacity=capacity)
     needed = max(line.peak, graph.static_bytes + layout.arena + layout.handed)
     if limit is not None and needed > limit:
@@ -215,6 +226,23 @@ def in_captured_order(program: Program) -> Program:
     note = "ranks run other ops, or have batches of other shapes: what they send goes once, in the order of the code"
     graph = program.graph.with_ops(tuple(ops))
     return replace(program, graph=graph, notes=tuple(dict.fromkeys((*program.notes, note))))
+
+
+def _in_places_of(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps, of a graph whose results may take the places of other inputs (empty tensors have none): what this
+    graph's may not take is freed behind the op."""
+    now: list[int] = []  # by step, its number here
+    made: list[Step] = []
+    for step in steps:
+        waits = tuple(now[w] for w in step.waits)
+        allowed = graph.ops[step.op].overwrites if step.reuses else ()
+        kept = tuple(pair for pair in step.reuses if pair in allowed)
+        now.append(len(made))
+        made.append(replace(step, waits=waits, reuses=kept))
+        freed = tuple(a for a, b in step.reuses if (a, b) not in allowed)
+        if freed:
+            made.append(Step("free", storages=freed, waits=(now[-1],) if step.stream else ()))
+    return tuple(made)
 
 
 _SIZELESS: Final = ("compute", "recompute", "free")

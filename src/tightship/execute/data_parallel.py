@@ -8,7 +8,10 @@ the step, which a plan moves, frees and (gathers) repeats like any other.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,8 +29,8 @@ from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.optimizer.probe_parts import why_whole
 
 __all__ = [
-    "DataParallel", "TensorParallel", "as_torch_has_it", "check_elementwise", "check_together", "check_unhooked",
-    "need_whole",
+    "DataParallel", "TensorParallel", "as_torch_has_it", "check_elementwise", "check_options", "check_together",
+    "check_unhooked", "digest_of_options", "need_whole",
 ]  # fmt: skip
 
 _ELEMENTWISE = (
@@ -48,7 +51,9 @@ class DataParallel:
     parameters, at least the largest, at most 25 MiB; 0: each by itself, which takes least memory and longest.
     ``group``: the process group of the ranks that train together; None: all. Ranks of other groups train a model of
     the same shapes among themselves, and call each step at the same time. ``reduce_dtype``: the floating-point type
-    that gradients are sent and averaged in, such as ``torch.float16``; None: their own.
+    that gradients are sent and averaged in, such as ``torch.float16``; None: their own. ``find_unused_parameters``,
+    as DistributedDataParallel has it: ranks may run other layers in the same step (each draws those that it leaves
+    out), and one without a gradient adds zeros to those of the others. Not where ranks have parts.
     """
 
     shard: bool = False
@@ -56,6 +61,7 @@ class DataParallel:
     bucket: int | None = None
     group: Any = field(default=None, repr=False, compare=False)
     reduce_dtype: torch.dtype | None = None
+    find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket is not None and (isinstance(self.bucket, bool) or not isinstance(self.bucket, int)):
@@ -65,6 +71,9 @@ class DataParallel:
         if self.group is not None and not isinstance(self.group, torch.distributed.ProcessGroup):
             rule = "group= is a process group that this rank is in (torch.distributed.new_group), or None"
             raise BadInput(rule, type(self.group).__name__, "DataParallel")
+        if self.shard and self.find_unused_parameters:
+            rule = "find_unused_parameters= is for ranks that have all parameters: parts are gathered from all ranks"
+            raise BadInput(rule, place="DataParallel")
         given = self.reduce_dtype
         if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
             rule = "reduce_dtype= is a floating-point type, such as torch.float16, or None"
@@ -102,30 +111,61 @@ def check_together(
     if ranks is None:
         return check()
     chosen = {"budget": str(settings.budget)} | {n: str(getattr(loop, n)) for n in _SAME}
-    chosen["optimizer"] = _optimizers(optimizer)
+    chosen |= options_of(optimizer)
     for one in fields(options) if is_dataclass(options := getattr(settings.planner, "options", None)) else ():
         chosen[one.name] = str(getattr(options, one.name))
     found, told = ranks.agreed("fit", check, lambda row: {"parallel": str(row[1]), **chosen})
-    names = [n for n in told[0] if len({row.get(n) for row in told}) > 1]
-    if found[1] is not None and names:
-        texts = [", ".join(f"{n}={row.get(n)}" for n in names) for row in told]
+    if found[1] is not None and any(texts := _different(told)):
         raise ranks.differ("fit with other options (give every rank the same)", texts)
     return found
 
 
-def _optimizers(optimizer: Any) -> str:
-    """What an optimizer does with its parameters, in words: other updates would make other models."""
-    texts = []
+def options_of(optimizer: Any) -> dict[str, str]:
+    """What an optimizer does with its parameters: other updates would make other models. Only numbers, as other
+    things may say who a rank is; those on a device are not waited for."""
+    found = {}
     for one in each(optimizer) if optimizer is not None else ():
-        for group in one.param_groups:
-            rows = sorted((k, _number(x)) for k, x in group.items() if k not in ("params", "param_names"))
-            options = ", ".join(f"{k}={x!r}" for k, x in rows)
-            texts.append(f"{type(one).__name__}({len(group['params'])} parameters, {options})")
-    return " and ".join(texts)
+        for number, group in enumerate(one.param_groups):
+            of = f"of {type(one).__name__}" + (f"'s group {number}" if len(one.param_groups) > 1 else "")
+            found[f"parameters {of}"] = str(len(group["params"]))
+            rows = {k: _number(x) for k, x in group.items() if k != "params"}
+            found |= {f"{k} {of}": repr(x) for k, x in rows.items() if x is not ...}
+    return found
 
 
 def _number(x: Any) -> Any:
-    return x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x
+    """A number, or several, as an option is; an ellipsis for anything else."""
+    if isinstance(x, torch.Tensor):
+        return x.item() if x.numel() == 1 and x.device.type == "cpu" else ...
+    if isinstance(x, (tuple, list)):
+        found = [_number(y) for y in x]
+        return ... if any(y is ... for y in found) else tuple(found)
+    return x if x is None or isinstance(x, (bool, int, float, complex)) else ...
+
+
+def check_options(ranks: Ranks, told: Sequence[str], optimizer: Any) -> None:
+    """Raises ``PeerFailed`` where ranks, which have ``told`` a digest of what their optimizers are set to, would
+    update in other ways: a rate that one of them alone has changed makes a model of its own."""
+    if len({*told}) == 1:
+        return
+    _, rows = ranks.agreed(
+        "comparing options of the optimizer", lambda: options_of(optimizer), lambda row: row
+    )
+    rule = (
+        "optimizers that are set to other numbers (if a schedule follows from what each rank sees by itself, decide "
+        "on one rank and send it to all)"
+    )
+    raise ranks.differ(rule, _different(rows))
+
+
+def _different(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Of each rank's options, those that are not the same everywhere."""
+    names = [n for n in dict.fromkeys(chain(*rows)) if len({row.get(n) for row in rows}) > 1]
+    return [", ".join(f"{n}: {row.get(n)}" for n in names) for row in rows]
+
+
+def digest_of_options(optimizer: Any) -> str:
+    return hashlib.sha256(repr(sorted(options_of(optimizer).items())).encode()).hexdigest()[:16]
 
 
 _SAME = ("accumulate", "clip_norm", "clip_value", "skip_nonfinite")
@@ -180,7 +220,8 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
         )  # fmt: skip
     hooks = compat_ddp.type_that_hook_sends(ddp)
     how = parallel or DataParallel(buffers=ddp.broadcast_buffers)
-    how = replace(how, reduce_dtype=how.reduce_dtype or hooks)
+    unused = how.find_unused_parameters or bool(ddp.find_unused_parameters)
+    how = replace(how, reduce_dtype=how.reduce_dtype or hooks, find_unused_parameters=unused)
     return ddp.module, replace(how, group=how.group or ddp.process_group)
 
 

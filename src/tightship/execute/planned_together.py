@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tightship.errors import Infeasible, Unsupported
+from tightship.errors import Infeasible, Unplannable, Unsupported
 from tightship.execute.agreement import (
     Given,
     Moved,
@@ -20,11 +20,13 @@ from tightship.execute.agreement import (
     in_captured_order,
     in_one_order,
     leader_of,
+    other_layers,
     read,
     refusal,
     told_of,
     written,
 )
+from tightship.execute.data_parallel import check_options, digest_of_options
 from tightship.execute.prepared import Prepared, Variant
 from tightship.execute.ranks import Ranks
 from tightship.execute.replicas import Replicas
@@ -38,7 +40,16 @@ from tightship.frontends.torch.rerun.live_step import Asked
 from tightship.frontends.torch.structure import flatten
 from tightship.plan import Plan
 
-__all__ = ["PlannedTogether"]
+__all__ = ["OtherLayers", "PlannedTogether"]
+
+
+class OtherLayers(Unplannable):  # noqa: N818: all ranks go on, in parts
+    """Ranks have run other layers, so that their gradients cannot be averaged where each comes up."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a step of other layers on some ranks", "gradients are averaged once all of them are there"
+        )
 
 
 class PlannedTogether(Prepared):
@@ -77,11 +88,18 @@ class PlannedTogether(Prepared):
 
         def said(found: tuple[Asked, Variant | None, Program]) -> Told:
             _, known, program = found
-            return known.told if known is not None else told_of(program)
+            together = self._replicas is not None and not ending.leaves
+            options = digest_of_options(self.optimizer) if together else ""
+            return (known.told if known is not None else told_of(program))._replace(options=options)
 
         (asked, variant, captured), told = ranks.agreed(self._what_runs(ending), own, said)
+        differ = self._replicas is not None and self._replicas.may_differ
+        if differ and not ending.leaves and other_layers(told):
+            raise OtherLayers
         check_sequences(ranks, told)
-        check_trained(ranks, told, captured)
+        if not (differ and ending.leaves):
+            check_trained(ranks, told, captured)
+        check_options(ranks, [Told.of(row).options for row in told], self.optimizer)
         if any(row.plan is None for row in map(Told.of, told)):
             variant, told = self._planned_together(ranks, captured, variant, told, ending)
             variant.remember(asked.trace)

@@ -8,6 +8,7 @@ import hashlib
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -131,6 +132,10 @@ class Replicas(NotCopied):
         self._known = {n: weakref.ref(p) for n, p in model.named_parameters()}
         self.follows = True
         self.averaged = self._messages()
+        self.late_averages = False
+        """Whether gradients are averaged behind the backward pass: ranks have run other layers."""
+        self._lying: dict[str, torch.Tensor] = {}
+        self.lie_here()
 
     def _messages(self) -> tuple[tuple[str, ...], ...]:
         """Which gradients of whole parameters go together."""
@@ -179,10 +184,32 @@ class Replicas(NotCopied):
             say_parts(model)
         return shards
 
+    def lie_here(self) -> None:
+        """Parts of DTensors are where they belong."""
+        there = dict(self.model.named_parameters())
+        self._lying = {n: there[n].detach() for n, one in self.shards.items() if n in there and one.by_torch}
+
+    def put_back(self) -> list[str]:
+        """Parts to which code has given other data (``p.data = …``) lie where they lay, as eager's DTensors do, whose
+        memory it does not change; returns their names. What has another form (``model.half()``) stays."""
+        moved = []
+        for n, own in self._lying.items():
+            p = self._known[n]()
+            same = p is not None and (p.dtype, p.device, p.shape) == (own.dtype, own.device, own.shape)
+            if p is not None and same and p.data_ptr() != own.data_ptr():
+                p.data = own
+                moved.append(n)
+        return moved
+
     @property
     def whole_in_eager(self) -> bool:
         """Whether ranks have parts of what a model like this one has whole in eager."""
         return any(isinstance(one, Shard) and not one.by_torch for one in self.shards.values())
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether ranks may run other layers in the same step."""
+        return self.parallel.find_unused_parameters
 
     @property
     def apart(self) -> bool:
@@ -195,6 +222,16 @@ class Replicas(NotCopied):
             broadcast(b.data, self.among)
         if self.ddp is not None:
             compat_ddp.buffers_change(self.ddp)
+
+    def fill_up(self, parameters: Iterable[tuple[str, torch.Tensor]], ranks: Ranks) -> None:
+        """Zeros for gradients that other ranks have; what none has stays without."""
+        own = dict(parameters)
+        _, told = ranks.agreed(
+            "averaging", lambda: [n for n, p in own.items() if p.grad is not None], lambda row: row
+        )
+        for n in sorted({*chain(*told)}):
+            if own[n].grad is None:
+                own[n].grad = torch.zeros_like(own[n])
 
     def average(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of whole parameters, between backward pass and update."""

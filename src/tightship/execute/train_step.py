@@ -12,7 +12,7 @@ import torch
 
 from tightship.errors import BadInput, Infeasible, Unplannable, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.data_parallel import DataParallel
+from tightship.execute.data_parallel import DataParallel, check_options, digest_of_options
 from tightship.execute.divergence import Divergence
 from tightship.execute.eager import Unplanned, differences, random_states, run_eager, tensors_by_name
 from tightship.execute.interpreter import Fallback, PeakMismatch, RunStats
@@ -21,6 +21,7 @@ from tightship.execute.parts import (
     PartRuns,
     check_gradients,
 )
+from tightship.execute.planned_together import OtherLayers
 from tightship.execute.prepared import Variant
 from tightship.execute.ranks import Ranks
 from tightship.execute.settings import Settings
@@ -237,10 +238,29 @@ class TrainStep(TrainVariants):
                 return self._call_in_parts(batch)
             self._renew()
             check_no_gradients(self._owned.parameters)
-            out = self._run(batch)
+            try:
+                with self._undone_for_other_layers():
+                    out = self._run(batch)
+            except OtherLayers:
+                self._average_late()
+                return self._call_in_parts(batch)
             self._ran = PartRuns()
             compat_optimizers.mark_stepped(self.optimizer)
             return out
+
+    @contextmanager
+    def _undone_for_other_layers(self) -> Iterator[None]:
+        """What the step's code has done is put back where it is to run once more, as ranks have run other layers."""
+        if self._replicas is None or not self._replicas.may_differ:
+            yield
+            return
+        again: list[OtherLayers] = []
+        with self._undone(when=lambda: bool(again)):
+            try:
+                yield
+            except OtherLayers as no:
+                again.append(no)
+                raise
 
     def _call_in_parts(self, batch: Any) -> Any:
         if self.optimizer is None:
@@ -489,14 +509,26 @@ class TrainStep(TrainVariants):
         asked.fill(own[count:], tensor_leaves(batch))
         return asked.results.unflatten(own[:count])
 
-    def _average(self) -> None:
-        """Gradients of parameters that all ranks have."""
+    def _average(self, *, updates: bool = False) -> None:
+        """Gradients of parameters that all ranks have; ``updates``, if they are stepped with next."""
         assert self.ranks is not None
         assert self._replicas is not None
+        if self._replicas.may_differ:
+            self._replicas.fill_up(self._owned.parameters, self.ranks)
         there = [n for n, p in self._owned.parameters if p.grad is not None]
-        self.ranks.same("gradients", lambda: f"gradients of {len(there)} parameters ({', '.join(there)})")
-        self.ranks.begin()
+        text = f"gradients of {len(there)} parameters ({', '.join(there)})"
+        self._compare("gradients", text, updates=updates)
         self._replicas.average(self._owned.parameters)
+
+    def _compare(self, what: str, text: str, *, updates: bool) -> None:
+        """Raises ``PeerFailed`` unless ranks say the same, and are to do the same updates."""
+        assert self.ranks is not None
+        own = [text, digest_of_options(self.optimizer) if updates else ""]
+        _, told = self.ranks.agreed(f"comparing {what}", lambda: own, lambda row: row)
+        if len({row[0] for row in told}) > 1:
+            raise self.ranks.differ(f"different {what}", [row[0] for row in told])
+        check_options(self.ranks, [row[1] for row in told], self.optimizer)
+        self.ranks.begin()
 
     def _update(self, *, averaged: bool) -> None:
         self._renew()
@@ -506,13 +538,19 @@ class TrainStep(TrainVariants):
         in_eager = (
             self._unplanned is not None or unseen or (self._in_eager is not None and not self._variants)
         )
+        if (
+            self._replicas is not None
+            and self.ranks is not None
+            and self._replicas.may_differ
+            and not averaged
+        ):
+            self._replicas.fill_up(self._owned.parameters, self.ranks)
         variant = None if in_eager else self._planned_update()
         if self._replicas is not None and not averaged:
             with self._metered(variant, "averaging gradients"):
-                self._average()
+                self._average(updates=True)
         elif self.ranks is not None:
-            self.ranks.same("updates", lambda: "an update")
-            self.ranks.begin()
+            self._compare("updates", "an update", updates=self._replicas is not None)
         finite = self._between(self._with_gradients(), variant)
         self._add_up()
         self._added = 0

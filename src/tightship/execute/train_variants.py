@@ -3,6 +3,7 @@ runs that."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from tightship.execute.parts import (
     gradients_of,
     layouts,
 )
-from tightship.execute.planned_together import PlannedTogether
+from tightship.execute.planned_together import OtherLayers, PlannedTogether
 from tightship.execute.prepared import Variant, within_unplanned
 from tightship.execute.ranks import Ranks
 from tightship.execute.replaced import Knows, Replaced, has_own_bytes, own_bytes
@@ -105,6 +106,14 @@ class TrainVariants(PlannedTogether):
         return super()._may_move and (self._replicas is None or not self._replicas.shards)
 
     def _renew(self) -> None:
+        if self._replicas is not None and (moved := self._replicas.put_back()):
+            note = (
+                f"p.data = … of {moved[0]!r} ({len(moved)} in all) changes nothing, as in eager, whose parameters "
+                "are DTensors: write into them (p.copy_(…))"
+            )
+            if note not in self._notes:
+                self._notes.append(note)
+                warnings.warn(note, stacklevel=5)
         super()._renew()
         if self._replicas is not None and self.ranks is not None and not self._replicas.follows:
             self._replicas.follow(self.ranks)
@@ -142,6 +151,8 @@ class TrainVariants(PlannedTogether):
         if replaced is not None:
             replaced.finish(results)
             self._shared += replaced.shared
+            if self._replicas is not None:
+                self._replicas.lie_here()
             if not replaced.reshaped:
                 self._identity.moved()
 
@@ -172,7 +183,16 @@ class TrainVariants(PlannedTogether):
 
     @property
     def _in_parts(self) -> bool:
-        return self._split or self.loop.in_parts
+        late = self._replicas is not None and self._replicas.late_averages
+        return self._split or self.loop.in_parts or late
+
+    def _average_late(self) -> None:
+        """From here on gradients are averaged behind the backward pass."""
+        assert self._replicas is not None
+        self._replicas.late_averages = True
+        self._variants.clear()
+        self._arena = None
+        self._notes.append("ranks run other layers: gradients are averaged once all of them are there")
 
     def _prepare(self, batch: Any) -> Plan:
         stage = self.settings.progress.stage("capturing")
@@ -182,8 +202,11 @@ class TrainVariants(PlannedTogether):
 
     def _prepare_now(self, batch: Any) -> Plan:
         if not self._in_parts:
-            with self._undone():
-                return self._run_code(batch, self._ending())[0].executor.plan
+            try:
+                with self._undone():
+                    return self._run_code(batch, self._ending())[0].executor.plan
+            except OtherLayers:
+                self._average_late()
         self._prepare_parts(batch)
         return self.plan
 
