@@ -11,7 +11,7 @@ OF_STEPS = (
     "added_up_apart", "kept_states",
 )  # fmt: skip
 TOGETHER = (
-    "trained_by_a_callback", "fewer_batches", "evaluated_by_one", "grouped_by_one", "logged", "adversaries",
+    "trained_by_a_callback", "fewer_batches", "grouped_by_one", "logged", "adversaries",
     "held_elsewhere", "written_between_steps", "trained_apart",
 )  # fmt: skip
 
@@ -90,15 +90,24 @@ def test_a_rank_that_waits_elsewhere_ends_the_steps_of_the_others_within_seconds
         assert row["unchanged"]
         assert row["digest"] == stepping["digest"]
         assert "Join around a DistributedDataParallel" in row["joined"]["text"]
-    evaluating, stepping = rows["evaluated_by_one"]
-    assert evaluating["type"] == ""
-    assert "rank 0: waits in a gather of parameters outside of a step (loop_worker.py:" in stepping["text"]
-    assert seconds_to_error(stepping) < 5
     grouping, stepping = rows["grouped_by_one"]
     assert grouping["type"] == ""
     assert "rank 0: waits in torch.distributed.new_group (worker.py:" in stepping["text"]
     assert "all ranks make the same groups" in stepping["text"]
     assert seconds_to_error(stepping) < 5
+
+
+def test_a_rank_that_evaluates_parts_alone_ends_with_the_others_within_seconds() -> None:
+    rows = run("evaluated_by_one", worker="loop_worker.py")["evaluated_by_one"]
+    assert seconds_to_error(*(row["error"] for row in rows)) < 5
+    for row in rows:
+        assert row["error"]["type"] == "PeerFailed"
+        assert (
+            "rank 0: waits in a gather of parameters outside of a step (loop_worker.py:"
+            in row["error"]["text"]
+        )
+        assert row["again"]["text"] == row["error"]["text"]
+        assert "start the ranks again" in row["fit"]["text"]
 
 
 def test_a_rank_that_fits_alone_is_told_of_the_others_within_seconds() -> None:

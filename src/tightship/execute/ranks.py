@@ -26,7 +26,7 @@ from torch import distributed as dist
 
 from tightship.errors import BadInput, PeerFailed
 from tightship.execute.first_failure import GONE, FirstFailure, in_words, words_of
-from tightship.execute.standstill import Lookout
+from tightship.execute.standstill import GATHER, Lookout
 from tightship.frontends.torch import collectives, compat_distributed
 from tightship.process_local import NotCopied
 
@@ -71,6 +71,7 @@ def _let_go() -> None:
     """Groups end, with their threads, while there is an interpreter: what holds them may live to its end."""
     if _process.lookout is not None:
         _process.lookout.end()
+    collectives.waiting(lambda work: work.wait())
     _process.group = _process.of = _process.unfinished = _process.lookout = None
     for ranks in [*_living]:
         ranks.let_go()
@@ -92,6 +93,7 @@ def together() -> Ranks | None:
         raise BadInput(rule, place="fit")
     if _process.of is not world or (_process.lookout is not None and _process.lookout.left):
         _process.group, _process.of = None, world
+    collectives.waiting(_between_steps)
     key = f"tightship/{_process.meetings + 1}"
     key = f"{key}/{_met(key)}"
     _process.meetings += 1
@@ -112,6 +114,16 @@ def together() -> Ranks | None:
     if _process.lookout is not None:
         _process.lookout.meetings = _process.meetings
     return Ranks(_process.group, store, key)
+
+
+def _between_steps(work: Any) -> None:
+    """Waits for what is sent outside of steps (parameters in parts, which an evaluation gathers) as long as no rank has
+    failed in one: who waits there for others says so, and ends. Raises ``PeerFailed``."""
+    living = [ranks for ranks in _living if ranks.lives]
+    if living:
+        living[0].wait_beside(work, living)
+    else:
+        work.wait()
 
 
 def _met(key: str) -> str:
@@ -194,6 +206,11 @@ class Ranks(NotCopied):
         self._ended: PeerFailed | None = None
         self._place, self._begun, self._writes = "", False, False
         _living.add(self)
+
+    @property
+    def lives(self) -> bool:
+        """Whether its steps may still be called."""
+        return self._store is not None and self._ended is None
 
     def let_go(self) -> None:
         self._group = self._store = self._first = None  # type: ignore[assignment]
@@ -324,7 +341,17 @@ class Ranks(NotCopied):
         """Waits for what is sent, as long as no rank has failed. Raises ``PeerFailed``."""
         self._wait(work, None)
 
-    def _wait(self, work: Any, lookout: Lookout | None) -> None:
+    def wait_beside(self, work: Any, others: Sequence[Ranks]) -> None:
+        """As `wait`, outside of steps; a failure may be one of any of the others' steps."""
+        self._place, self._begun, self._writes = "parameters gathered outside of a step", False, False
+        try:
+            self._wait(work, None, others)
+        except PeerFailed as error:
+            for ranks in others:
+                ranks._ended = error
+            raise
+
+    def _wait(self, work: Any, lookout: Lookout | None, others: Sequence[Ranks] = ()) -> None:
         """``lookout``: that of ranks which come from the caller's own code, and may not."""
         start = monotonic()
         while True:
@@ -339,7 +366,8 @@ class Ranks(NotCopied):
                     except RuntimeError:
                         raise self._lost(error) from None
             seconds = monotonic() - start
-            failed = self._failed() or self._stand(lookout, seconds) or self._silent(seconds)
+            failed = next(filter(None, (ranks._failed() for ranks in others or (self,))), None)
+            failed = failed or self._stand(lookout, seconds) or self._silent(seconds)
             if failed is not None:
                 raise failed
         if lookout is not None:
@@ -355,6 +383,8 @@ class Ranks(NotCopied):
             return None
         assert lookout is not None
         lookout.leave()
+        if any(text.startswith(f"waits in {GATHER}") for text in standing.values()):
+            self._begun = True  # that rank ends, too, and what it has sent stays
         return self._noted(PeerFailed(standing, self._place), [*standing])
 
     def _silent(self, seconds: float) -> PeerFailed | None:

@@ -21,7 +21,10 @@ from tightship.execute.roll_call import RollCall
 from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.collectives import Sent
 
-__all__ = ["Lookout"]
+__all__ = ["GATHER", "Lookout"]
+
+GATHER: Final = "a gather of parameters outside of a step"
+"""What a rank waits in that evaluates parameters in parts."""
 
 _POLL: Final = 0.4
 """Seconds between two looks."""
@@ -167,7 +170,7 @@ def _standing(thread: int, meeting: int) -> _Standing | None:
         if module == _RANKS and frame.f_code.co_name == "_met":
             call, group, inner = "tightship.fit", _FIT, None
         if frame.f_code is Sent.result.__code__:
-            call, group = "a gather of parameters outside of a step", frame.f_locals["self"].group
+            call, group = GATHER, frame.f_locals["self"].group
         elif (kind := compat_distributed.call_of(frame)) is not None:
             if (new := compat_distributed.new_group_of(frame)) is not None:
                 group, makes = new

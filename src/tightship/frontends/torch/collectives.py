@@ -24,7 +24,7 @@ from tightship.frontends.torch import compat, compat_distributed
 __all__ = [
     "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages",
     "no_split", "no_stream", "reduced", "running", "scattered_means", "sending", "sends", "sends_parts", "share",
-    "summed", "unsent",
+    "summed", "unsent", "waiting",
 ]  # fmt: skip
 
 Waiting = Callable[[Any], None]
@@ -73,6 +73,11 @@ def sending(wait: Waiting) -> Iterator[None]:
         yield
     finally:
         _state.wait = before
+
+
+def waiting(wait: Waiting) -> None:
+    """From here on ``wait`` waits for what is sent outside of `sending`."""
+    _state.wait = wait
 
 
 @contextmanager
