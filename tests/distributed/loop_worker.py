@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import worker
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -21,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch_worker import Own, Tied, both, row, sharded, whole, word_loss, words
-from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model, planned
+from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
 
 import tightship
 from tightship.execute.interpreter import Fallback
@@ -542,7 +543,7 @@ def evaluated_by_one() -> Any:
     return {
         "error": error,
         "again": caught(lambda: step(given)),
-        "fit": caught(lambda: planned("100%", True)),
+        "fit": caught(lambda: worker.planned("100%", True)),
     }
 
 

@@ -117,8 +117,8 @@ def together() -> Ranks | None:
 
 
 def _between_steps(work: Any) -> None:
-    """Waits for what is sent outside of steps (parameters in parts, which an evaluation gathers) as long as no rank has
-    failed in one: who waits there for others says so, and ends. Raises ``PeerFailed``."""
+    """Waits for what is sent outside of steps (parameters in parts, which an evaluation gathers) as long as no rank
+    has failed in one: who waits there for others says so, and ends. Raises ``PeerFailed``."""
     living = [ranks for ranks in _living if ranks.lives]
     if living:
         living[0].wait_beside(work, living)
