@@ -175,6 +175,7 @@ class _Writer:
         self.name: dict[int, tuple[str, int]] = {}  # of a value now, and the stay it is of
         self.clones: dict[int, int] = {}
         self.taken = _names_in(self.proto)
+        self.called = {n.name for n in self.proto.node}
         self.at: dict[int, int] = {}  # step -> position of its node
         self.made: dict[tuple[int, int], int] = {}  # storage, step -> stay that begins there
         self.names: dict[tuple[int, int], list[str]] = {}  # storage, stay -> names of its values
@@ -204,14 +205,14 @@ class _Writer:
             self.made[s, i] = self.stay[s]
         if again:
             n = self.clones[op] = self.clones.get(op, 0) + 1
-            node.name = f"{self.graph.ops[op].name}__again{n}"
+            node.name = _fresh(f"{self.graph.ops[op].name}__again{n}", self.called)
         for k, name in enumerate(node.output):
             if not name:
                 continue
             v = self.number[name]
             s = self.graph.values[v].storage
             if again:
-                node.output[k] = self.fresh(f"{name}__again{self.clones[op]}")
+                node.output[k] = _fresh(f"{name}__again{self.clones[op]}", self.taken)
             if s in kept or s not in defined:
                 self.name[v] = node.output[k], self.stay[s]
                 self.names.setdefault((s, self.stay[s]), []).append(node.output[k])
@@ -233,12 +234,6 @@ class _Writer:
             raise BadInput(f"{self.graph.values[v].name!r} is read but not recomputed", place="plan")
         self.emit(i, op, frozenset(), again=True)
         return self.name[v][0]
-
-    def fresh(self, name: str) -> str:
-        while name in self.taken:
-            name += "_"
-        self.taken.add(name)
-        return name
 
     def finish(self) -> list[Any]:
         """The nodes, in which results have the names the model's users know."""
@@ -265,6 +260,13 @@ class _Writer:
             for name in self.names.get((r.storage, stay), ()):
                 found[self.swapped.get(name, name)] = [r.offset, r.size, self.at[r.start], last]
         return found
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def _names_in(graph: Any) -> set[str]:
