@@ -124,3 +124,18 @@ def test_an_unknown_size_that_a_loop_is_given_is_named_and_not_what_follows_in_t
         sources.read_graphdef(str(path))
     found = sizes(sources.read_graphdef(str(path), shape="Unique=5").graph)
     assert found["stack"] == (5, 2)
+
+
+def test_where_nothing_is_fetched_the_message_says_that_the_rest_can_be_left_out(tmp_path: Path) -> None:
+    """A training graph has nodes that restore its variables, of whatever size the file has."""
+
+    def restored() -> None:
+        w = tf.compat.v1.get_variable("w", [4, 4], use_resource=False)
+        tf.matmul(w, w, name="y")
+        tf.compat.v1.train.Saver()
+
+    with pytest.raises(
+        UnknownSize, match=r"save/RestoreV2:0; .*; what is not run can be left out: .* --fetch NAME"
+    ):
+        built(tmp_path, restored)
+    assert sizes(built(tmp_path, restored, fetch="y"))["y"] == (4, 4)

@@ -102,17 +102,19 @@ def infer(
     library: Library,
     frames: Mapping[str, Frame],
     needed: set[str] | None = None,
+    *,
+    whole: bool = False,
 ) -> Types:
     """The types of a file's graph for these shapes of its placeholders. Raises ``UnknownSize`` naming every result
     without a size that something ``needed`` (all) reads, ``BadInput`` for what TensorFlow does not accept."""
     fed, said = split_given(file.proto, shapes)
     proto = with_shapes(file, fed) if shapes else file.proto
-    return _Inference(str(file.path), proto, library, frames, needed, said=said).run()
+    return _Inference(str(file.path), proto, library, frames, needed, said=said, whole=whole).run()
 
 
 class _Inference:
     """The types of one graph; ``given``: what a function's placeholders are given; ``deep``: functions around it;
-    ``said``: shapes of results that follow from data."""
+    ``said``: shapes of results that follow from data; ``whole``: it is all planned, as nothing is fetched."""
 
     def __init__(
         self,
@@ -124,6 +126,7 @@ class _Inference:
         given: Mapping[str, Made] | None = None,
         deep: int = 0,
         said: Mapping[str, tuple[int, ...]] | None = None,
+        whole: bool = False,
     ) -> None:
         if deep > DEEPEST:
             raise BadInput(f"functions call each other more than {DEEPEST} deep", place=place)
@@ -139,7 +142,7 @@ class _Inference:
         self.nodes = {n.name: n for n in self.proto.node}
         self.results: dict[str, tuple[Made, ...]] = {}
         self.called: dict[str, tuple[Called, ...]] = {}
-        self.said = said or {}
+        self.said, self.whole = said or {}, whole
         self.learned: dict[str, tuple[int, ...]] = {}  # by result, shapes that TensorFlow is told
 
     def run(self) -> Types:
@@ -204,6 +207,8 @@ class _Inference:
             name, _, port = unknown[0].partition(":")
             letters = form(self.ops[name].outputs[int(port or 0)].shape)
             asked = f"give --shape {unknown[0]}={letters}, or {asked}"
+        if self.whole:
+            asked += "; what is not run can be left out: say what is, --fetch NAME"
         raise UnknownSize(f"unknown size of {names}; they follow from data: {asked}", place=self.place)
 
     def _invariant(self) -> None:

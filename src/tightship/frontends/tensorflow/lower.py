@@ -76,7 +76,7 @@ def lower(
     file = replace(file, proto=proto)
     frames = frames_of(file.proto, place)
     needed = _needed(file.proto, wanted, fed) - unread
-    types = infer(file, shapes_given(shapes), library, frames, needed)
+    types = infer(file, shapes_given(shapes), library, frames, needed, whole=not wanted)
     low = _Lowering.of(place, file.proto, frames, types, frozenset(fed))
     nodes = tuple(low.web.nodes.values())
     low.folded = low.foldable({*wanted, *fed})
