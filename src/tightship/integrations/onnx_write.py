@@ -6,12 +6,13 @@ every node is one of the model's own or a copy of one.
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,7 +74,7 @@ def write_model(
         proto.metadata_props.add(key=KEY_SESSION, value=json.dumps(session))
     brought = bring_data(program.model, target.parent)
     try:
-        with part_of(target, ".onnx") as part:
+        with _removed_unless_done(brought), part_of(target, ".onnx") as part:
             _write_pieces(proto, program.model, part)
             _check(proto, part)
             os.replace(part, target)
@@ -371,11 +372,28 @@ def _declare(proto: Any, program: Program) -> None:
 
 
 def bring_data(model: Model, folder: Path) -> list[Path]:
-    """External data beside the new file: the same, or a copy (links the checker refuses); never over another. Returns
-    what was copied."""
-    source, made = model.path.parent, list[Path]()
-    if os.path.realpath(source) == os.path.realpath(folder):
-        return made
+    """External data beside the new file: the same, or a copy (links the checker refuses); never over another, and all
+    of it or none. Returns what was copied."""
+    made = list[Path]()
+    if os.path.realpath(model.path.parent) != os.path.realpath(folder):
+        with _removed_unless_done(made):
+            _copy_data(model, folder, made)
+    return made
+
+
+@contextlib.contextmanager
+def _removed_unless_done(paths: list[Path]) -> Iterator[None]:
+    """What is there when the context fails, or a signal ends it, is not left: nobody reads it."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _copy_data(model: Model, folder: Path, made: list[Path]) -> None:
+    source = model.path.parent
     for location in sorted({about["location"] for t in tensors(model.proto) if (about := external(t))}):
         old, new = source / location, folder / location
         try:
@@ -389,12 +407,11 @@ def bring_data(model: Model, folder: Path) -> list[Path]:
             new.parent.mkdir(parents=True, exist_ok=True)
             with part_of(new) as part:
                 shutil.copyfile(old, part)
+                made.append(new)
                 os.replace(part, new)
-            made.append(new)
         except OSError as error:
             fault = f"cannot write external data {location!r}: {error.strerror or error}"
             raise BadInput(fault, place=str(folder)) from error
-    return made
 
 
 def data_name(target: Path, data: Path) -> str:
