@@ -89,6 +89,8 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
         _one_name(proto)
         for tensor in tensors(proto):
             check_external(tensor, Path(place).parent, place)
+        if convert and not {t.name for t in proto.graph.initializer} <= {i.name for i in proto.graph.input}:
+            fixed_weights(proto)  # as runtimes have it: the oldest format knows no such weights
         notes: tuple[str, ...] = ()
         if any([_sorted(g) for g, _ in [*_graphs(proto)][::-1] if g is not None]):  # inner ones first
             notes = ("nodes that stood before what they read are in order",)
