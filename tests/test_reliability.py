@@ -283,6 +283,20 @@ def test_a_process_that_is_told_to_end_does_so_as_with_ctrl_c(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
+def test_an_error_that_a_signal_led_to_is_an_end_and_no_fault(tmp_path: Path) -> None:
+    """Code that is interrupted may say so in errors of its own, modules of C++ among it."""
+    code = (
+        "import os, signal, sys, tightship.cli as cli\n"
+        "def meets(*_):\n    try:\n        os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
+        "    except KeyboardInterrupt:\n        raise SystemError('error return without exception set') from None\n"
+        "cli.parser = meets; sys.exit(cli.main())"
+    )
+    one = started(code, "planners")
+    assert one.communicate(timeout=60) == (b"", b"tightship: terminated\n")
+    assert one.returncode == 143
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_last_word_ends_the_process_without_a_traceback(number: int) -> None:
     """Python still runs what others registered for its end, torch's libraries for one."""

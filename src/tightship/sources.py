@@ -178,7 +178,8 @@ def read_keras(
     path: str | os.PathLike[str], shape: str | Iterable[str] | Mapping[str, Any] | None = None
 ) -> GraphDefProgram:
     """The forward pass of a Keras model's file, as a TensorFlow graph with its weights as constants, and its graph
-    here: see `tightship.frontends.tensorflow.keras_file`. ``shape`` gives sizes to inputs: ``x=8x32``, or a mapping.
+    here: see `tightship.frontends.tensorflow.keras_file`. ``shape`` gives sizes to inputs: ``x=8x32``, or a mapping;
+    and to results of the graph that follow from data: ``node:0=5``.
     """
     from tightship.frontends.tensorflow.keras_file import check_archive
     from tightship.frontends.tensorflow.keras_file import read_keras as read
@@ -186,12 +187,14 @@ def read_keras(
     check_archive(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
-        from tightship.frontends.tensorflow.infer import shapes_given
         from tightship.frontends.tensorflow.lower import lower
+        from tightship.frontends.tensorflow.shapes import shapes_given
     except ImportError as error:
         instead = "pip install 'tightship[tensorflow]'"
         raise Unsupported("reading Keras models", "TensorFlow is not installed", instead) from error
-    return lower(read(path, shapes_given(shape)))
+    given = shapes_given(shape)
+    results = {name: sizes for name, sizes in given.items() if ":" in name}
+    return lower(read(path, {n: sizes for n, sizes in given.items() if n not in results}), results)
 
 
 def read_tflite(path: str | os.PathLike[str]) -> TfliteProgram:

@@ -342,3 +342,16 @@ def test_sizes_that_the_file_leaves_open_are_said(tmp_path: Path) -> None:
         notes = tightship.plan(path).plan.notes
         assert [n for n in notes if "'t0' [-1, 4] as [2, 4]" in n] or signature[0] > 0
         assert bool(notes) == (signature[0] < 0)
+
+
+def test_results_whose_sizes_follow_from_data_are_said_and_have_no_offsets(tmp_path: Path) -> None:
+    """As of UNIQUE: the file says 1, or 0, where a run makes what it finds."""
+    path, tensors = tmp_path / "data.tflite", [([8], []), ([1], [-1]), ([1], [-1])]
+    path.write_bytes(_file([104], [(tensors, [0], [2], [(0, [0], [1], []), (0, [1], [2], [])])]))
+    (note,) = tightship.plan(path).plan.notes
+    assert "'t1' [-1] as [1], which follow from data" in note
+    program = lower(read(path))
+    plan = tightship.plan(program.graph).plan
+    with pytest.raises(Unsupported, match="the size of 't1' follows from data"):
+        planned_model(program, plan, offsets=True)
+    assert planned_model(program, plan, offsets=False)

@@ -14,7 +14,8 @@ import onnx
 from support.graphs import made, node, saved, value
 from tightship.cli import main
 from tightship.integrations import onnx_compare, onnx_sessions
-from tightship.integrations.onnx_compare import Sessions, Use
+from tightship.integrations.onnx_compare import Answer, Sessions, Use
+from tightship.integrations.onnx_sessions import PLANNED
 
 
 def test_results_differ_by_any_bit():
@@ -69,3 +70,15 @@ def test_a_file_that_the_runtime_does_not_load_is_not_written(tmp_path, capsys, 
         assert rows["runtime"]["file"] == "as it was"
         assert "runs it, and not the planned file" in rows["runtime"]["failure"]
         assert out.read_bytes() == path.read_bytes()
+
+
+def test_a_session_that_takes_more_than_was_planned_is_said():
+    """Of a file that was planned with its own nodes the session makes others when it loads it."""
+    use = Use(1.0, 2048, 4096, 4096)
+    tried = {"planned": Sessions(use, use, 1.0, 0.0)}
+    for planned, said in ((1024, True), (2048, False), (None, False)):
+        answer = Answer("planned", PLANNED, "any", tried, planned=planned)
+        text = "\n".join(answer.lines())
+        assert ("2.00 KiB by nodes, and 1.00 KiB were planned" in text) is said
+        assert ("ORT_DISABLE_ALL" in text) is said
+        assert answer.rows()["planned"] == planned

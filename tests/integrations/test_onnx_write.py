@@ -270,6 +270,21 @@ def test_external_data_is_found_from_the_new_file(tmp_path):
     assert (tmp_path / "c" / "w.bin").read_text() == "mine" and not (tmp_path / "c" / "out.onnx").exists()
 
 
+@pytest.mark.parametrize("opset", [8, 13])
+@pytest.mark.parametrize("listed", [(), ("w",), ("w", "b")])
+def test_weights_that_the_oldest_format_wants_among_the_inputs_need_not_be_there(opset, listed, tmp_path):
+    """onnxruntime loads such files; onnx's converter and checker refuse them."""
+    weights = [tensor(n, np.full((8, 8), k, np.float32)) for k, n in enumerate("wb")]
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Add", ["h", "b"], ["y"])]
+    given = [value("x", [8, 8]), *(value(n, [8, 8]) for n in listed)]
+    model = made(nodes, given, [value("y", [8, 8])], weights, opset=opset)
+    model.ir_version = 3
+    program = lower(read(saved(tmp_path, model)))
+    run_both(program, api.plan_graph(program.graph).plan, tmp_path / "out.onnx")
+    written = onnx.load(tmp_path / "out.onnx").graph
+    assert [i.name for i in written.input if i.name not in listed] == ["x"]
+
+
 def test_a_model_that_the_checker_refuses_is_not_written(tmp_path, monkeypatch):
     program = lower(read(saved(tmp_path, wide())), "n=32")
 

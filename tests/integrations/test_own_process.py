@@ -1,7 +1,9 @@
 """Calls in processes of their own: answers, errors, and ends without either."""
 
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,8 @@ def module(tmp_path, monkeypatch):
         "def twice(x, *, add=0):\n    print('noise'); os.write(2, b'noise'); return 2 * x + add, os.getpid()\n"
         "def refuses():\n    raise BadInput('it is wrong', place='there')\n"
         "def crashes():\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "def stays(path):\n    import fcntl\n    file = open(path, 'w')\n    fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "    os.write(file.fileno(), b'!')\n    while True: pass\n"
         "def turns():\n    while True: pass\n"
         "def leaves():\n    os._exit(7)\n"
         "def fails():\n    raise KeyError('unforeseen')\n"
@@ -66,3 +70,34 @@ def test_a_file_of_the_current_folder_stands_for_no_library(module, tmp_path, mo
     (tmp_path / "pickle.py").write_text("raise SystemExit(9)\n")
     monkeypatch.chdir(Path(tmp_path))
     assert list(own_process(module.twice, np.ones(1))[0]) == [2]
+
+
+def test_it_ends_with_the_process_that_called(module, tmp_path, monkeypatch):
+    """Nobody else would end it, and it may have a loop without an end."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    locked = tmp_path / "locked"
+    call = "import called_outside\nfrom tightship.integrations.own_process import own_process\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{call}own_process(called_outside.stays, {str(locked)!r})"]
+    ) as caller:
+        wait_for(lambda: locked.exists() and locked.stat().st_size)
+        caller.kill()
+    with locked.open("r+") as file:
+        wait_for(lambda: not _fails(BlockingIOError, fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    assert not list(tmp_path.glob("tightship-scratch-*"))
+
+
+def wait_for(it):
+    until = time.monotonic() + 30
+    while not it():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _fails(kind, function, *args):
+    try:
+        function(*args)
+    except kind:
+        return True
+    return False

@@ -431,7 +431,7 @@ def _status(given: list[str], out: Output, signals: _Signals, *, heeded: bool) -
         status: int = chosen.run(chosen, out)
         return status
     except (KeyboardInterrupt, Exception) as error:
-        if _is_interrupt(error):
+        if signals.number or _is_interrupt(error):
             out.interrupted("terminated" if signals.number else "interrupted")
             return INTERRUPTED
         return _failed(error, given, out)

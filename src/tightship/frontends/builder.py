@@ -14,14 +14,19 @@ __all__ = ["GraphBuilder", "UniqueNames", "bounded", "trace_line"]
 
 
 class UniqueNames:
-    """``name``, ``name#2``, ``name#3``, …"""
+    """``name``, ``name#2``, ``name#3``, …, none of them twice, and none of those that are ``taken``."""
 
-    def __init__(self) -> None:
-        self._seen: dict[str, int] = {}
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._seen = dict.fromkeys(taken, 1)
 
     def __call__(self, name: str) -> str:
         n = self._seen[name] = self._seen.get(name, 0) + 1
-        return name if n == 1 else f"{name}#{n}"
+        if n == 1:
+            return name
+        while (numbered := f"{name}#{n}") in self._seen:
+            n = self._seen[name] = n + 1
+        self._seen[numbered] = 1
+        return numbered
 
 
 @dataclass

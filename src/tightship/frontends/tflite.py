@@ -24,7 +24,7 @@ from tightship.frontends.builder import GraphBuilder, bounded
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 
-__all__ = ["Model", "Operator", "Program", "Subgraph", "Table", "Tensor", "lower", "read"]
+__all__ = ["Model", "Operator", "Program", "Subgraph", "Table", "Tensor", "lower", "read", "sizes_from_data"]
 
 LARGEST_FILE: Final = 2**31 - 1
 """Bytes of a file, which a FlatBuffer cannot exceed."""
@@ -326,22 +326,38 @@ def lower(model: Model) -> Program:
     another in a circle."""
     lowered: dict[int, Graph] = {}
     graph = _lowered(model, 0, (), lowered)
-    return Program(model, graph, tuple(_open_sizes(model.subgraphs[0])))
+    return Program(model, graph, tuple(_open_sizes(model)))
 
 
-def _open_sizes(g: Subgraph) -> Iterator[str]:
-    """What is said of inputs whose sizes the file leaves open."""
-    names = [
-        f"{g.tensors[k].name!r} {list(g.tensors[k].signature)[:8]} as {list(g.tensors[k].shape)[:8]}"
-        for k in dict.fromkeys(g.inputs)
-        if -1 in g.tensors[k].signature
-    ]
-    if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        yield (
-            f"sizes that are open count as they stand in the file: {', '.join(names[:_NAMED])}{more}; "
-            "an interpreter that resizes its inputs takes more"
-        )
+def _open_sizes(model: Model) -> Iterator[str]:
+    """What is said of inputs whose sizes the file leaves open, and of results whose sizes follow from data."""
+    begin = "sizes that are open count as they stand in the file"
+    first = model.subgraphs[0]
+    if names := [
+        _open_size(first, k) for k in dict.fromkeys(first.inputs) if -1 in first.tensors[k].signature
+    ]:
+        yield f"{begin}: {_listed(names)}; an interpreter that resizes its inputs takes more"
+    if names := [_open_size(g, k) for g in model.subgraphs for k in sizes_from_data(g)]:
+        yield f"{begin}: {_listed(names)}, which follow from data; a run whose data give more takes more"
+
+
+def sizes_from_data(g: Subgraph) -> tuple[int, ...]:
+    """Results whose sizes a file leaves open although it has all those of what they are made of."""
+    return tuple(
+        t
+        for o in g.operators
+        if not any(-1 in g.tensors[i].signature for i in o.inputs if i >= 0)
+        for t in o.outputs
+        if t >= 0 and -1 in g.tensors[t].signature
+    )
+
+
+def _open_size(g: Subgraph, k: int) -> str:
+    return f"{g.tensors[k].name!r} {list(g.tensors[k].signature)[:8]} as {list(g.tensors[k].shape)[:8]}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _lowered(model: Model, k: int, around: tuple[int, ...], known: dict[int, Graph]) -> Graph:

@@ -57,19 +57,22 @@ _CALLED: Final = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What was written (a way of `_WAYS` to run the planned order, or ``as it was``),
-    how a session should run it, what was ``tried`` in that order, and why nothing was compared, if nothing was."""
+    """What was written (a way of `_WAYS` to run the planned order, or ``as it was``), how a session
+    should run it, what was ``tried`` in that order, why nothing was compared, if nothing was, and the bytes that are
+    ``planned`` at nodes' ends."""
 
     file: str
     session: Mapping[str, Any]
     portable: str
     tried: Mapping[str, Sessions]
     failure: str = ""
+    planned: int | None = None
 
     def rows(self) -> dict[str, Any]:
         """As the keys that other programs read (``--json``)."""
         rows: dict[str, Any] = {"name": f"onnxruntime {onnxruntime.__version__}", "file": self.file}
         rows |= {"session": dict(self.session), "portable": self.portable, "failure": self.failure or None}
+        rows["planned"] = self.planned
         rows["tried"] = {
             name: asdict(s)
             | {"slower": s.slower, "larger": s.larger}
@@ -99,9 +102,16 @@ class Answer:
             yield "no order is better than the default session: the model was written as it was, for default options"
         elif not best.better:
             faults = [w for w, wrong in (("slower", best.slower), ("larger", best.larger)) if wrong]
-            yield f"the file meets the budget, and is {' and '.join(faults)} than the default session"
+            said = f", and is {' and '.join(faults)} than the default session" if faults else ""
+            yield f"the file is written as planned{said}"
         else:
             yield "never slower than the default session, and never more memory by nodes or in its arena: checked"
+        if best is not None and self.planned is not None and best.file.requested > self.planned:
+            sizes = (
+                f"{format_bytes(best.file.requested)} by nodes, and {format_bytes(self.planned)} were planned"
+            )
+            yield f"it takes {sizes}: a session makes other nodes of a file when it loads it"
+            yield "plan without --optimize, so that what runs is what is planned, or run it with ORT_DISABLE_ALL"
 
 
 def _use(use: Use) -> str:
@@ -182,7 +192,7 @@ def _best(
     brought: set[Path],
 ) -> Answer:
     """As `write_best`; ``brought``: the files of data that were made beside the file."""
-    portability = portable(program.model)[0]
+    portability, planned = portable(program.model)[0], plan.peak - plan.static
     tried: dict[str, Sessions] = {}
     bounds, failure = list(_BELOW), ""
     with part_of(target, ".onnx") as part:
@@ -207,7 +217,7 @@ def _best(
                 return Answer(name, given, portability, tried, f"{error}{hint}")
             if must or tried[name].better:
                 os.replace(part, target)
-                return Answer(name, given, portability, tried)
+                return Answer(name, given, portability, tried, planned=planned)
     _remove(brought)
     brought.update(bring_data(original.model, target.parent))
     with part_of(target) as part:

@@ -6,12 +6,13 @@ every node is one of the model's own or a copy of one.
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,7 +74,7 @@ def write_model(
         proto.metadata_props.add(key=KEY_SESSION, value=json.dumps(session))
     brought = bring_data(program.model, target.parent)
     try:
-        with part_of(target, ".onnx") as part:
+        with _removed_unless_done(brought), part_of(target, ".onnx") as part:
             _write_pieces(proto, program.model, part)
             _check(proto, part)
             os.replace(part, target)
@@ -175,6 +176,7 @@ class _Writer:
         self.name: dict[int, tuple[str, int]] = {}  # of a value now, and the stay it is of
         self.clones: dict[int, int] = {}
         self.taken = _names_in(self.proto)
+        self.called = {n.name for n in self.proto.node}
         self.at: dict[int, int] = {}  # step -> position of its node
         self.made: dict[tuple[int, int], int] = {}  # storage, step -> stay that begins there
         self.names: dict[tuple[int, int], list[str]] = {}  # storage, stay -> names of its values
@@ -204,14 +206,14 @@ class _Writer:
             self.made[s, i] = self.stay[s]
         if again:
             n = self.clones[op] = self.clones.get(op, 0) + 1
-            node.name = f"{self.graph.ops[op].name}__again{n}"
+            node.name = _fresh(f"{self.graph.ops[op].name}__again{n}", self.called)
         for k, name in enumerate(node.output):
             if not name:
                 continue
             v = self.number[name]
             s = self.graph.values[v].storage
             if again:
-                node.output[k] = self.fresh(f"{name}__again{self.clones[op]}")
+                node.output[k] = _fresh(f"{name}__again{self.clones[op]}", self.taken)
             if s in kept or s not in defined:
                 self.name[v] = node.output[k], self.stay[s]
                 self.names.setdefault((s, self.stay[s]), []).append(node.output[k])
@@ -233,12 +235,6 @@ class _Writer:
             raise BadInput(f"{self.graph.values[v].name!r} is read but not recomputed", place="plan")
         self.emit(i, op, frozenset(), again=True)
         return self.name[v][0]
-
-    def fresh(self, name: str) -> str:
-        while name in self.taken:
-            name += "_"
-        self.taken.add(name)
-        return name
 
     def finish(self) -> list[Any]:
         """The nodes, in which results have the names the model's users know."""
@@ -265,6 +261,13 @@ class _Writer:
             for name in self.names.get((r.storage, stay), ()):
                 found[self.swapped.get(name, name)] = [r.offset, r.size, self.at[r.start], last]
         return found
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def _names_in(graph: Any) -> set[str]:
@@ -369,11 +372,28 @@ def _declare(proto: Any, program: Program) -> None:
 
 
 def bring_data(model: Model, folder: Path) -> list[Path]:
-    """External data beside the new file: the same, or a copy (links the checker refuses); never over another. Returns
-    what was copied."""
-    source, made = model.path.parent, list[Path]()
-    if os.path.realpath(source) == os.path.realpath(folder):
-        return made
+    """External data beside the new file: the same, or a copy (links the checker refuses); never over another, and all
+    of it or none. Returns what was copied."""
+    made = list[Path]()
+    if os.path.realpath(model.path.parent) != os.path.realpath(folder):
+        with _removed_unless_done(made):
+            _copy_data(model, folder, made)
+    return made
+
+
+@contextlib.contextmanager
+def _removed_unless_done(paths: list[Path]) -> Iterator[None]:
+    """What is there when the context fails, or a signal ends it, is not left: nobody reads it."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _copy_data(model: Model, folder: Path, made: list[Path]) -> None:
+    source = model.path.parent
     for location in sorted({about["location"] for t in tensors(model.proto) if (about := external(t))}):
         old, new = source / location, folder / location
         try:
@@ -387,12 +407,11 @@ def bring_data(model: Model, folder: Path) -> list[Path]:
             new.parent.mkdir(parents=True, exist_ok=True)
             with part_of(new) as part:
                 shutil.copyfile(old, part)
+                made.append(new)
                 os.replace(part, new)
-            made.append(new)
         except OSError as error:
             fault = f"cannot write external data {location!r}: {error.strerror or error}"
             raise BadInput(fault, place=str(folder)) from error
-    return made
 
 
 def data_name(target: Path, data: Path) -> str:

@@ -1,18 +1,24 @@
 """A call in a process of its own, for libraries that can end the process that they run in.
 
 The function is named by its module, its arguments and its result are pickled, and what it raises is raised here.
-What the library writes to the terminal is dropped: it says in an exception what matters.
+What the library writes to the terminal is dropped: it says in an exception what matters. The process ends with the
+one that called it, however that ends (`_ends_with_caller`), and its temporary files lie in the folder of the call.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -46,9 +52,10 @@ def own_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs)
         # -P: a file of the current folder must not stand for a library
         command = [sys.executable, "-P", "-c", _CODE, str(folder)]
         try:
-            ended = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=LONGEST
-            ).returncode
+            with _open_while_we_live() as pipe:
+                ended = subprocess.run(
+                    command, stdin=pipe, capture_output=True, check=False, timeout=LONGEST
+                ).returncode
         except subprocess.TimeoutExpired:
             raise TooLong(f"no answer in {LONGEST} s") from None
         path = folder / "answer"
@@ -58,6 +65,17 @@ def own_process(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs)
     if raised:
         raise answer
     return answer  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _open_while_we_live() -> Iterator[int]:
+    """A pipe that nobody writes to: whoever reads it waits until the context, or this process, has ended."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def _name(status: int) -> str:
@@ -70,6 +88,8 @@ def _name(status: int) -> str:
 
 def _answer(folder: str) -> None:
     """In the process: does the call, and writes what came of it."""
+    tempfile.tempdir = folder  # gone with it, also where this process is killed
+    threading.Thread(target=_ends_with_caller, args=(folder,), daemon=True).start()
     module, name, args, kwargs = pickle.loads((Path(folder) / "call").read_bytes())
     answer: tuple[bool, Any]
     try:
@@ -83,3 +103,10 @@ def _answer(folder: str) -> None:
     part = Path(folder) / "part"
     part.write_bytes(pickle.dumps(answer))
     part.rename(Path(folder) / "answer")
+
+
+def _ends_with_caller(folder: str) -> None:
+    """Waits until the process that called has ended, killed perhaps, and ends this one, which nobody would."""
+    os.read(0, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

@@ -19,7 +19,7 @@ from typing import Final
 
 from tightship.errors import BadInput, Unsupported
 from tightship.files import write_file
-from tightship.frontends.tflite import Program, Reader, Subgraph, Table
+from tightship.frontends.tflite import Program, Reader, Subgraph, Table, sizes_from_data
 from tightship.graph import aligned
 from tightship.plan import Buffer, Plan, Problem
 from tightship.planners.packing import Search, pack
@@ -105,6 +105,11 @@ def _with_offsets(data: bytes, program: Program, order: Sequence[int], place: st
             "write the order alone",
         )  # fmt: skip
     graph = model.subgraphs[0]
+    if open_ := sizes_from_data(graph):
+        raise Unsupported(
+            f"offsets in {place}", f"the size of {graph.tensors[open_[0]].name!r} follows from data",
+            "write the order alone",
+        )  # fmt: skip
     problem, tensors = arena_problem(graph, order)
     solution = pack(problem, search=Search(seconds=5.0)) if problem.buffers else None
     numbers = [-1] * len(graph.tensors)

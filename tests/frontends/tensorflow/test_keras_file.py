@@ -98,8 +98,11 @@ def test_sizes_that_follow_from_data_are_not_asked_of_placeholders(tmp_path: Pat
     kinds = keras.layers.Discretization(bin_boundaries=[-1.0, 0.0, 1.0])(given)
     path = tmp_path / "counted.keras"
     keras.Model(given, keras.layers.CategoryEncoding(4, output_mode="multi_hot")(kinds)).save(path)
-    with pytest.raises(UnknownSize, match="ensure_shape"):
+    with pytest.raises(UnknownSize, match=r"give --shape \S+:0=\S+, or say them .*ensure_shape") as found:
         sources.read_keras(path)
+    name = str(found.value).split("--shape ")[1].split("=")[0]
+    graph = sources.read_keras(path, f"{name}=2x4").graph
+    assert next(v.shape for v in graph.values if v.name == name.removesuffix(":0")) == (2, 4)
 
 
 def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 
 from tightship.errors import BadInput, Unsupported
 from tightship.files import unreadable
+from tightship.frontends.builder import UniqueNames
 from tightship.frontends.onnx import wire
 from tightship.frontends.onnx.nested import bodies, read_by
 from tightship.frontends.onnx.sequences import listed, sliced
@@ -88,6 +89,8 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
         _one_name(proto)
         for tensor in tensors(proto):
             check_external(tensor, Path(place).parent, place)
+        if convert and not {t.name for t in proto.graph.initializer} <= {i.name for i in proto.graph.input}:
+            fixed_weights(proto)  # as runtimes have it: the oldest format knows no such weights
         notes: tuple[str, ...] = ()
         if any([_sorted(g) for g, _ in [*_graphs(proto)][::-1] if g is not None]):  # inner ones first
             notes = ("nodes that stood before what they read are in order",)
@@ -100,6 +103,8 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
             notes += (f"{parts} tensors that are read from sequences of parts are slices",)
         if lists := sum(listed(g) for g, _ in _graphs(proto) if g is not None):
             notes += (f"{lists} nodes read the tensors of sequences themselves",)
+        if names := sum(_told_apart(nodes) for _, nodes in _graphs(proto)):
+            notes += (f"onnxruntime loads no two nodes of one name: {names} renamed",)
     except UnicodeError as error:
         raise BadInput("a name that is not UTF-8", place=place) from error
     except RecursionError as error:
@@ -243,6 +248,18 @@ def _one_name(proto: Any) -> None:
             named += [o for o in which if o.domain]
     for x in named:
         x.domain = _domain(x.domain)
+
+
+def _told_apart(nodes: Any) -> int:
+    """Give nodes of a graph names of their own, as plans call them (`UniqueNames`), where they have those of others:
+    how many."""
+    given, taken, count = UniqueNames(n.name for n in nodes if n.name), set[str](), 0
+    for node in (n for n in nodes if n.name):
+        if node.name in taken:
+            node.name = given(node.name)
+            count += 1
+        taken.add(node.name)
+    return count
 
 
 def has_sparse(proto: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Final
@@ -31,8 +32,9 @@ from tightship.frontends.tensorflow.functions import (
 )
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import FEEDS, HANDLES, in_order, name_of
+from tightship.frontends.tensorflow.shapes import form, known_shape, split_given, static_value, with_shapes
 
-__all__ = ["Called", "Items", "Made", "Types", "infer", "shapes_given", "variable_bytes"]
+__all__ = ["Called", "Items", "Made", "Types", "infer", "variable_bytes"]
 
 _STRING = 24  # bytes of an element of a string tensor, whose text lies elsewhere
 
@@ -94,40 +96,25 @@ class Called:
     types: Types
 
 
-def shapes_given(text: str | Iterable[str] | Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
-    """Shapes of placeholders: ``x=8x32`` (``scalar`` for no dimensions) between commas, or a mapping. Raises
-    ``BadInput``."""
-    if text is None:
-        return {}
-    if isinstance(text, Mapping):
-        return {str(n): (s,) if isinstance(s, int) else tuple(s) for n, s in text.items()}
-    found: dict[str, tuple[int, ...]] = {}
-    for entry in (e for part in ([text] if isinstance(text, str) else text) for e in part.split(",")):
-        name, equals, sizes = entry.strip().partition("=")
-        parts = [] if sizes == "scalar" else sizes.split("x")
-        if not name or not equals or not all(p.isascii() and p.isdigit() and len(p) < 16 for p in parts):
-            raise BadInput(f"invalid shape {entry!r}; write name=NxMxK", place="--shape")
-        if name in found:
-            raise BadInput(f"duplicate shape of {name!r}", place="--shape")
-        found[name] = tuple(map(int, parts))
-    return found
-
-
 def infer(
     file: GraphFile,
     shapes: Mapping[str, tuple[int, ...]],
     library: Library,
     frames: Mapping[str, Frame],
     needed: set[str] | None = None,
+    *,
+    whole: bool = False,
 ) -> Types:
     """The types of a file's graph for these shapes of its placeholders. Raises ``UnknownSize`` naming every result
     without a size that something ``needed`` (all) reads, ``BadInput`` for what TensorFlow does not accept."""
-    proto = _with_shapes(file, shapes) if shapes else file.proto
-    return _Inference(str(file.path), proto, library, frames, needed).run()
+    fed, said = split_given(file.proto, shapes)
+    proto = with_shapes(file, fed) if shapes else file.proto
+    return _Inference(str(file.path), proto, library, frames, needed, said=said, whole=whole).run()
 
 
 class _Inference:
-    """The types of one graph; ``given``: what a function's placeholders are given; ``deep``: functions around it."""
+    """The types of one graph; ``given``: what a function's placeholders are given; ``deep``: functions around it;
+    ``said``: shapes of results that follow from data; ``whole``: it is all planned, as nothing is fetched."""
 
     def __init__(
         self,
@@ -138,6 +125,8 @@ class _Inference:
         needed: set[str] | None = None,
         given: Mapping[str, Made] | None = None,
         deep: int = 0,
+        said: Mapping[str, tuple[int, ...]] | None = None,
+        whole: bool = False,
     ) -> None:
         if deep > DEEPEST:
             raise BadInput(f"functions call each other more than {DEEPEST} deep", place=place)
@@ -153,14 +142,15 @@ class _Inference:
         self.nodes = {n.name: n for n in self.proto.node}
         self.results: dict[str, tuple[Made, ...]] = {}
         self.called: dict[str, tuple[Called, ...]] = {}
-        self.elements: dict[str, tuple[int, ...]] = {}  # by a node that takes an element out of a list
+        self.said, self.whole = said or {}, whole
+        self.learned: dict[str, tuple[int, ...]] = {}  # by result, shapes that TensorFlow is told
 
     def run(self) -> Types:
         place = {n: k for k, n in enumerate(self.nodes)}
         read = {n: list(dict.fromkeys(map(name_of, node.input))) for n, node in self.nodes.items()}
         order = in_order(read, place.__getitem__)
         teaching = [n for n in order if self.nodes[n].op in LOOPS | BRANCHES or self.nodes[n].op in _ELEMENT]
-        for _ in range(len(teaching) + 1):
+        for _ in range(len(teaching) + len(self.said) + 1):
             self.ops = self._imported()
             self._check_placeholders()
             learned = self._walk(order)
@@ -168,12 +158,7 @@ class _Inference:
                 learned = self._walk(order)  # what lists hold is known where they are written
             if not learned:
                 break
-        if unknown := [n for n in self.unknown if self.needed is None or name_of(n) in self.needed]:
-            names = ", ".join(unknown[:_NAMED]) + f" and {len(unknown) - _NAMED} more" * (
-                len(unknown) > _NAMED
-            )
-            asked = "they follow from data: say them where the graph is made (tf.ensure_shape)"
-            raise UnknownSize(f"unknown size of {names}; {asked}", place=self.place)
+        self._check_results()
         self._invariant()
         rest = {n: () for n in self.nodes if n not in self.results}  # on a cycle
         ops = self.ops
@@ -192,17 +177,39 @@ class _Inference:
                 tensor = self.ops[name].outputs[0]
                 if tensor.dtype.base_dtype in (tf.variant, tf.resource):
                     continue
-                if _shape(tensor.shape, noted[0] if noted else None) is None:
-                    known = None if tensor.shape.rank is None else tensor.shape.as_list()
-                    unknown[name] = (
-                        "NxM" if known is None else "x".join("N" if d is None else str(d) for d in known)
-                    )
+                if known_shape(tensor.shape, noted[0] if noted else None) is None:
+                    unknown[name] = form(tensor.shape)
         if unknown:
             names = ", ".join(list(unknown)[:_NAMED]) + f" and {len(unknown) - _NAMED} more" * (
                 len(unknown) > _NAMED
             )
             hint = ",".join(f"{n}={form}" for n, form in list(unknown.items())[:_NAMED])
             raise UnknownSize(f"unknown size of {names}; give --shape {hint}", place=self.place)
+
+    def _check_results(self) -> None:
+        """Raise ``UnknownSize`` naming results without sizes, ``BadInput`` where one has another than it was said."""
+        for text, sizes in self.said.items():
+            if text in self.learned:
+                continue
+            name, _, port = text.partition(":")
+            outputs = self.ops[name].outputs
+            if not port.isdecimal() or int(port) >= len(outputs):
+                raise BadInput(f"unknown result {text!r}; {name} has {len(outputs)}", place="--shape")
+            known = outputs[int(port)].shape
+            if not known.is_fully_defined() or tuple(known.as_list()) != sizes:
+                raise BadInput(f"{text} is {known} in the graph, not {list(sizes)}", place="--shape")
+        unknown = [n for n in self.unknown if self.needed is None or name_of(n) in self.needed]
+        if not unknown:
+            return
+        names = ", ".join(unknown[:_NAMED]) + f" and {len(unknown) - _NAMED} more" * (len(unknown) > _NAMED)
+        asked = "say them where the graph is made (tf.ensure_shape)"
+        if not self.deep:
+            name, _, port = unknown[0].partition(":")
+            letters = form(self.ops[name].outputs[int(port or 0)].shape)
+            asked = f"give --shape {unknown[0]}={letters}, or {asked}"
+        if self.whole:
+            asked += "; what is not run can be left out: say what is, --fetch NAME"
+        raise UnknownSize(f"unknown size of {names}; they follow from data: {asked}", place=self.place)
 
     def _invariant(self) -> None:
         """Raise ``UnknownSize`` where a loop's value changes its shape from turn to turn."""
@@ -234,19 +241,18 @@ class _Inference:
     def _whole(self) -> Any:
         """The graph with the functions of the file, and with the shapes of lists' elements that are known."""
         functional = self.deep > 0 and any(n.op in LOOPS | BRANCHES for n in self.proto.node)
-        if not functional and not self.elements:
+        if not functional and not self.learned:
             return self.proto
         whole = type(self.proto)(node=self.proto.node, versions=self.proto.versions)
         whole.library.CopyFrom(self.library.proto)
-        said = {f"{n}:{_ELEMENT[self.nodes[n].op]}".removesuffix(":0"): s for n, s in self.elements.items()}
+        said = {text.removesuffix(":0"): sizes for text, sizes in self.learned.items()}
         for node in whole.node:
             texts = ((i, i.removesuffix(":0")) for i in node.input)
             node.input[:] = [f"{t.replace(':', '/')}/shaped" if t in said else i for i, t in texts]
         for text, sizes in said.items():
+            name, _, port = text.partition(":")
             shaped = whole.node.add(name=f"{text.replace(':', '/')}/shaped", op="EnsureShape", input=[text])
-            taken = self.nodes[name_of(text)]
-            kind = next(k for k in ("element_dtype", "shape_type", "dtype") if k in taken.attr)
-            shaped.attr["T"].CopyFrom(taken.attr[kind])
+            shaped.attr["T"].type = self.ops[name].outputs[int(port or 0)].dtype.base_dtype.as_datatype_enum
             shaped.attr["shape"].shape.CopyFrom(tf.TensorShape(sizes).as_proto())
         return whole
 
@@ -262,23 +268,26 @@ class _Inference:
             if found and open_ and node.op in LOOPS | BRANCHES:
                 return True
             if node.op in LOOPS | BRANCHES and not (open_ and self._is_left_out(name)):
-                self.called[name] = self._bodies(node)
-                bodies = [_returned(c) for c in self.called[name][node.op in LOOPS :]]
+                with (
+                    suppress(BadInput) if open_ else nullcontext()
+                ):  # what it is given is unknown, and is said
+                    self.called[name] = self._bodies(node)
+                    bodies = [_returned(c) for c in self.called[name][node.op in LOOPS :]]
             noted = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []
             row, learned = [], False
             for k, tensor in enumerate(op.outputs):
-                shape = _shape(tensor.shape, noted[k] if k < len(noted) else None)
+                shape = known_shape(tensor.shape, noted[k] if k < len(noted) else None)
                 if node.op == "ReadVariableOp" and not tensor.shape.is_fully_defined():
                     shape = None  # not all that follows from it was noted
-                if shape is None and k == _ELEMENT.get(node.op):
-                    shape = self.elements.get(name)
+                if shape is None:
+                    shape = self.learned.get(f"{name}:{k}")
                 if shape is None:
                     shape = _RESERVED.get((node.op, k))
                 if shape is None and (inner := _agreed(bodies, k)) is not None:
                     shape, learned = inner.shape, True
                 if shape is None:
                     unknown.add(f"{name}:{k}".removesuffix(":0"))
-                if shape is None and self._learns_element(node, k):
+                if shape is None and self._learns(node, k, tensor.shape, unknown):
                     found, shape = True, ()
                 if shape is None and tensor.dtype.base_dtype not in (tf.variant, tf.resource):
                     self.unknown.append(name if node.op in FEEDS else f"{name}:{k}")
@@ -294,27 +303,44 @@ class _Inference:
     def _is_left_out(self, name: str) -> bool:
         return self.needed is not None and name not in self.needed
 
-    def _learns_element(self, node: Any, k: int) -> bool:
-        """Whether a list, or a variable outside of a function, says the shape of what is read of it, which TensorFlow
-        is then told."""
-        data = [i for i in node.input if not i.startswith("^")]
-        if k != _ELEMENT.get(node.op) or node.name in self.elements:
+    def _learns(self, node: Any, k: int, known: Any, unknown: set[str]) -> bool:
+        """Whether a list, a table, a variable outside of a function, or the user says the shape of a result, which
+        TensorFlow is then told."""
+        text = f"{node.name}:{k}"
+        if text in self.learned:
             return False
-        held = self._input(data[0])
-        shape = held.items.shape if held.items is not None else self._read(node, held)
-        if shape is not None and held.items is not None and node.op == "TensorListStack":
-            shape = None if held.items.count is None else (held.items.count, *shape)
+        shape = self.said.get(text)
+        if shape is not None and not known.is_compatible_with(shape):
+            raise BadInput(f"{text} is {known} in the graph, not {list(shape)}", place="--shape")
+        if shape is None and k == _ELEMENT.get(node.op):
+            shape = self._element_shape(node, unknown)
         if shape is None:
             return False
-        self.elements[node.name] = (len(shape),) if node.op == "TensorListElementShape" else shape
+        self.learned[text] = shape
         return True
+
+    def _element_shape(self, node: Any, unknown: set[str]) -> tuple[int, ...] | None:
+        """What a node takes out of a list, a table or a variable."""
+        data = [i for i in node.input if not i.startswith("^")]
+        held = self._input(data[0])
+        if held.items is None:
+            shape = self._read(node, held)
+            if node.op == "LookupTableFindV2" and shape is not None:
+                return (
+                    None if data[1].removesuffix(":0") in unknown else (*self._input(data[1]).shape, *shape)
+                )
+            return shape
+        shape = held.items.shape
+        if shape is not None and node.op == "TensorListStack":
+            return None if held.items.count is None else (held.items.count, *shape)
+        return (len(shape),) if shape is not None and node.op == "TensorListElementShape" else shape
 
     def _read(self, node: Any, held: Made) -> tuple[int, ...] | None:
         """The shape of a variable that is read: its handle's, or what was noted where the graph was made."""
         noted = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []
         if held.variable is not None or not held.handle or not noted:
             return held.variable
-        return _shape(tf.TensorShape(None), noted[0])
+        return known_shape(tf.TensorShape(None), noted[0])
 
     def _bodies(self, node: Any) -> tuple[Called, ...]:
         """The functions a node runs, with types for what it gives them."""
@@ -373,9 +399,9 @@ class _Inference:
         return Made("variant", (), 0 if empty else bounded(items.total() or 0, where), items=items)
 
     def _variable(self, node: Any, k: int) -> tuple[int, ...] | None:
-        """The shape of the variable that result ``k`` is a handle of, where it is known."""
-        if node.op in HANDLES:
-            shape = tf.TensorShape(node.attr["shape"].shape)
+        """The shape of the variable, or of a table's values, that result ``k`` is a handle of, where it is known."""
+        if (said := _SAYS.get(node.op)) is not None:
+            shape = tf.TensorShape(node.attr[said].shape if said else [])
             return tuple(shape.as_list()) if shape.is_fully_defined() else None
         data = [i for i in node.input if not i.startswith("^")]
         at = k if node.op in LOOPS | {"IdentityN"} else 0
@@ -462,7 +488,7 @@ class _Inference:
         """What a small tensor holds, where it is known before anything runs."""
         name, _, port = text.partition(":")
         outputs = self.ops[name].outputs
-        return tf.get_static_value(outputs[int(port or 0)]) if int(port or 0) < len(outputs) else None
+        return static_value(outputs[int(port or 0)]) if int(port or 0) < len(outputs) else None
 
 
 _FORWARDS_LISTS: Final = frozenset(
@@ -476,9 +502,16 @@ _RESERVED: Final = {("FusedBatchNormV3", 5): (0,), ("_FusedBatchNormEx", 5): (0,
 aside for the gradient."""
 _ELEMENT: Final = {
     "TensorListElementShape": 0, "TensorListGetItem": 0, "TensorListPopBack": 1, "TensorListStack": 0,
-    "ReadVariableOp": 0,
+    "ReadVariableOp": 0, "LookupTableFindV2": 0,
 }  # fmt: skip
-"""Kinds that take elements out of a list, say their shape, or read a variable: as which result."""
+"""Kinds that take elements out of a list, say their shape, or read a variable or table: as which result."""
+_SAYS: Final = {
+    **dict.fromkeys(HANDLES, "shape"), "HashTableV2": "", "MutableHashTableV2": "",
+    "MutableHashTableOfTensorsV2": "value_shape", "AnonymousHashTable": "", "AnonymousMutableHashTable": "",
+    "AnonymousMutableHashTableOfTensors": "value_shape",
+}  # fmt: skip
+"""Kinds of handles, and the attribute that says the shape of what is read: of one number where there is none. The
+keys of these tables are single ones, which those of the others need not be."""
 _GROWS: Final = frozenset(("TensorListReserve", "EmptyTensorList"))
 """Lists that hold nothing when they are made."""
 
@@ -500,38 +533,6 @@ def _agreed(bodies: list[tuple[Made | None, ...]], k: int) -> Made | None:
     if first is None or any(m is None or m.shape != first.shape for m in found):
         return None
     return first
-
-
-def _with_shapes(file: GraphFile, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """A copy of the graph whose placeholders have these shapes, without what was noted for others."""
-    proto = type(file.proto).FromString(file.proto.SerializeToString())
-    feeds = {n.name: n for n in proto.node if n.op in FEEDS}
-    for name, sizes in shapes.items():
-        if name not in feeds:
-            there = ", ".join(feeds) or "none"
-            raise BadInput(f"unknown placeholder {name!r}; the graph has {there}", place="--shape")
-        shape = feeds[name].attr["shape"].shape
-        known = [d.size for d in shape.dim]
-        fits = len(known) == len(sizes) and all(d in (-1, s) for d, s in zip(known, sizes, strict=True))
-        if known and not shape.unknown_rank and not fits:
-            raise BadInput(f"{name} is {known} in the graph, not {list(sizes)}", place="--shape")
-        shape.Clear()
-        for size in sizes:
-            shape.dim.add().size = size
-        shape.SetInParent()
-    for node in proto.node:
-        if "_output_shapes" in node.attr:
-            del node.attr["_output_shapes"]
-    return proto
-
-
-def _shape(known: Any, noted: Any) -> tuple[int, ...] | None:
-    if known.is_fully_defined():
-        return tuple(known.as_list())
-    if noted is None or noted.unknown_rank or any(d.size < 0 for d in noted.dim):
-        return None
-    merged = tuple(int(d.size) for d in noted.dim)
-    return merged if known.is_compatible_with(merged) else None
 
 
 def variable_bytes(node: Any, place: str) -> int:

@@ -21,7 +21,7 @@ from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.tensorflow.condensed import condensed, loop_node, merge_of, renamed
 from tightship.frontends.tensorflow.functions import LOOPS, Frame, Library, frames_of, inlined, merged
-from tightship.frontends.tensorflow.infer import Called, Made, Types, infer, shapes_given, variable_bytes
+from tightship.frontends.tensorflow.infer import Called, Made, Types, infer, variable_bytes
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import (
     CONTROL,
@@ -40,6 +40,7 @@ from tightship.frontends.tensorflow.nodes import (
     written_over,
 )
 from tightship.frontends.tensorflow.program import Loop, Program, Turn
+from tightship.frontends.tensorflow.shapes import shapes_given
 from tightship.graph import Graph, Op, aligned
 from tightship.machine import modeled_time
 
@@ -75,7 +76,7 @@ def lower(
     file = replace(file, proto=proto)
     frames = frames_of(file.proto, place)
     needed = _needed(file.proto, wanted, fed) - unread
-    types = infer(file, shapes_given(shapes), library, frames, needed)
+    types = infer(file, shapes_given(shapes), library, frames, needed, whole=not wanted)
     low = _Lowering.of(place, file.proto, frames, types, frozenset(fed))
     nodes = tuple(low.web.nodes.values())
     low.folded = low.foldable({*wanted, *fed})

@@ -1,0 +1,104 @@
+"""Shapes of a GraphDef's results, as users give them, as a file has noted them, and as TensorFlow knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tightship.errors import BadInput
+from tightship.frontends.tensorflow.load import GraphFile
+from tightship.frontends.tensorflow.nodes import FEEDS
+
+__all__ = ["form", "known_shape", "shapes_given", "split_given", "static_value", "with_shapes"]
+
+
+def shapes_given(text: str | Iterable[str] | Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of placeholders: ``x=8x32`` (``scalar`` for no dimensions) between commas, or a mapping. Raises
+    ``BadInput``."""
+    if text is None:
+        return {}
+    if isinstance(text, Mapping):
+        return {str(n): (s,) if isinstance(s, int) else tuple(s) for n, s in text.items()}
+    found: dict[str, tuple[int, ...]] = {}
+    for entry in (e for part in ([text] if isinstance(text, str) else text) for e in part.split(",")):
+        name, equals, sizes = entry.strip().partition("=")
+        parts = [] if sizes == "scalar" else sizes.split("x")
+        if not name or not equals or not all(p.isascii() and p.isdigit() and len(p) < 16 for p in parts):
+            raise BadInput(f"invalid shape {entry!r}; write name=NxMxK", place="--shape")
+        if name in found:
+            raise BadInput(f"duplicate shape of {name!r}", place="--shape")
+        found[name] = tuple(map(int, parts))
+    return found
+
+
+def split_given(
+    proto: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """What is given of placeholders, or of nodes that there are not, and what of other results, by ``name:0``."""
+    kinds = {n.name: n.op for n in proto.node}
+    fed: dict[str, tuple[int, ...]] = {}
+    said: dict[str, tuple[int, ...]] = {}
+    for text, sizes in shapes.items():
+        name, _, port = text.partition(":")
+        if kinds.get(name, "Placeholder") in FEEDS:
+            fed[text] = sizes
+        else:
+            said[f"{name}:{port or 0}"] = sizes
+    return fed, said
+
+
+def with_shapes(file: GraphFile, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """A copy of the graph whose placeholders have these shapes, without what was noted for others."""
+    proto = type(file.proto).FromString(file.proto.SerializeToString())
+    feeds = {n.name: n for n in proto.node if n.op in FEEDS}
+    for name, sizes in shapes.items():
+        if name not in feeds:
+            there = ", ".join(feeds) or "none"
+            raise BadInput(f"unknown placeholder {name!r}; the graph has {there}", place="--shape")
+        shape = feeds[name].attr["shape"].shape
+        known = [d.size for d in shape.dim]
+        fits = len(known) == len(sizes) and all(d in (-1, s) for d, s in zip(known, sizes, strict=True))
+        if known and not shape.unknown_rank and not fits:
+            raise BadInput(f"{name} is {known} in the graph, not {list(sizes)}", place="--shape")
+        shape.Clear()
+        for size in sizes:
+            shape.dim.add().size = size
+        shape.SetInParent()
+    for node in proto.node:
+        if "_output_shapes" in node.attr:
+            del node.attr["_output_shapes"]
+    return proto
+
+
+def static_value(tensor: Any) -> Any:
+    """What a small tensor holds, where it is known before anything runs: TensorFlow knows shapes, and not one size
+    that is taken out of one, such as how many steps a sequence has."""
+    value, op = tf.get_static_value(tensor), tensor.op
+    if value is not None or op.type != "StridedSlice":
+        return value
+    whole, *bounds = [static_value(x) for x in op.inputs]
+    plain = not any(op.get_attr(f"{kind}_mask") for kind in ("begin", "end", "ellipsis", "new_axis"))
+    if not plain or whole is None or any(b is None or b.size != 1 for b in bounds) or whole.ndim != 1:
+        return None
+    first, last, step = (int(b[0]) for b in bounds)
+    if not op.get_attr("shrink_axis_mask"):
+        return whole[first:last:step] if step > 0 else None
+    return whole[first] if -len(whole) <= first < len(whole) else None
+
+
+def form(shape: Any) -> str:
+    """How a shape is given, with letters for what is unknown."""
+    if shape.rank is None:
+        return "NxM"
+    return "x".join("N" if d is None else str(d) for d in shape.as_list()) or "scalar"
+
+
+def known_shape(known: Any, noted: Any) -> tuple[int, ...] | None:
+    if known.is_fully_defined():
+        return tuple(known.as_list())
+    if noted is None or noted.unknown_rank or any(d.size < 0 for d in noted.dim):
+        return None
+    merged = tuple(int(d.size) for d in noted.dim)
+    return merged if known.is_compatible_with(merged) else None
