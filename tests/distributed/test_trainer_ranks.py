@@ -38,3 +38,12 @@ def test_no_step_updates_where_the_loop_sends_no_gradients(rows: Rows) -> None:
         assert row["unchanged"]
         for name in ("later", "first of two, told", "second of two"):
             assert row[name]["type"] == "", (name, row[name])
+
+
+def test_fabric_saves_and_loads_what_was_fully_sharded() -> None:
+    pytest.importorskip("lightning.fabric", reason="lightning is not installed")
+    for row in run("saved_by_fabric", worker="trainer_worker.py")["saved_by_fabric"]:
+        for whole in (False, True):
+            eager, fitted = row[f"{whole} False"], row[f"{whole} True"]
+            assert fitted == eager
+            assert eager[2] == 2  # loaded

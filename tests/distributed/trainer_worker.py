@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_worker import sharded, whole
 from worker import adamw, batches, caught, digest, loss_of, main, model
@@ -102,6 +104,59 @@ def updates_unsent() -> Any:
     m.set_requires_gradient_sync(True)
     rows["second of two"] = caught(lambda: step(given[1]))
     return rows
+
+
+# --- checkpoints of Fabric ---
+
+
+def saved_by_fabric() -> Any:
+    """In parts and whole; each is loaded by the other kind of loop, which goes on."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    rank = str(dist.get_rank())
+    os.environ.update(LOCAL_RANK=rank, GROUP_RANK="0", LOCAL_WORLD_SIZE=str(dist.get_world_size()))
+    rows: dict[str, Any] = {}
+    folder = [tempfile.mkdtemp() if rank == "0" else None]
+    dist.broadcast_object_list(folder)
+    for whole_ in (False, True):
+        made: dict[bool, tuple[Any, ...]] = {}
+        for planned in (False, True):
+            fabric = Fabric(
+                accelerator="cpu",
+                devices=2,
+                strategy=ModelParallelStrategy(
+                    lambda m, mesh: fully_shard(m, mesh=mesh["data_parallel"]),
+                    data_parallel_size=2,
+                    tensor_parallel_size=1,
+                    save_distributed_checkpoint=not whole_,
+                ),
+            )
+            fabric.launch()
+            m = fabric.setup_module(model())
+            o = fabric.setup_optimizers(torch.optim.AdamW(m.parameters(), 1e-2))
+            step = tightship.fit(m, loss_of, o, batches()[0], "100%") if planned else None
+            made[planned] = fabric, m, o, step
+            trained = [_trained(b, m, o, step) for b in batches(2)]
+            path = f"{folder[0]}/{whole_} {planned}"
+            fabric.save(path, {"model": m, "optimizer": o, "count": 2})
+            rows[f"{whole_} {planned}"] = [trained, whole(m.state_dict().values())]
+        for planned, (fabric, m, o, step) in made.items():
+            state = {"model": m, "optimizer": o, "count": 0}
+            fabric.load(f"{folder[0]}/{whole_} {not planned}", state)
+            after = [_trained(b, m, o, step) for b in batches(4)[2:]]
+            rows[f"{whole_} {planned}"] += [state["count"], after, whole(m.state_dict().values())]
+    return rows
+
+
+def _trained(b: Any, m: Any, o: Any, step: Any) -> float:
+    if step is not None:
+        return float(step(b))
+    loss = loss_of(m, b)
+    loss.backward()
+    o.step()
+    o.zero_grad()
+    return loss.item()
 
 
 if __name__ == "__main__":
