@@ -30,7 +30,7 @@ from tightship.frontends.torch.optimizer.probe_parts import why_whole
 
 __all__ = [
     "DataParallel", "TensorParallel", "as_torch_has_it", "check_elementwise", "check_options", "check_together",
-    "check_unhooked", "digest_of_options", "need_whole",
+    "check_unhooked", "digest_of_options", "need_whole", "unsent_update",
 ]  # fmt: skip
 
 _ELEMENTWISE = (
@@ -95,15 +95,19 @@ class TensorParallel(DataParallel):
 
 
 def check_together(
-    model: Any, ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop, optimizer: Any
+    model: Any, ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop, optimizer: Any,
+    *, split: bool = False,
 ) -> tuple[torch.nn.Module, DataParallel | None]:  # fmt: skip
-    """The model to train and how, which may follow from what torch has made of the model. Raises ``BadInput`` and
-    ``Unsupported`` for what does not go together with other ranks, or without them."""
+    """The model to train and how, which may follow from what torch has made of the model. ``split``: updates are the
+    caller's to ask for. Raises ``BadInput`` and ``Unsupported`` for what does not go together with other ranks, or
+    without them."""
 
     def check() -> tuple[torch.nn.Module, DataParallel | None]:
         if parallel is not None and not isinstance(parallel, DataParallel):
             raise BadInput("parallel= is no tightship.DataParallel", type(parallel).__name__, "fit")
         module, how = (as_torch_has_it if ranks is not None else _as_one_has_it)(model, parallel)
+        if ranks is not None and not split and loop.accumulate == 1:
+            _check_sends(model)
         check_model(module, hooks=True, shards=ranks is not None)
         _check(ranks, module, how, settings, optimizer)
         return module, how
@@ -118,6 +122,26 @@ def check_together(
     if found[1] is not None and any(texts := _different(told)):
         raise ranks.differ("fit with other options (give every rank the same)", texts)
     return found
+
+
+def _check_sends(model: Any) -> None:
+    """Raises ``Unsupported`` inside of what has torch send no gradients for a while: each step would update."""
+    for one in compat_ddp.ddps_of(model) if isinstance(model, torch.nn.Module) else ():
+        if compat_ddp.sends_no_gradients(one):
+            raise unsent_update(compat_ddp.NO_SYNC, "fit")
+    if isinstance(model, torch.nn.Module) and compat_fully_shard.sends_no_gradients(model):
+        raise unsent_update(compat_fully_shard.NO_SYNC, "fit")
+
+
+def unsent_update(told: str, what: str) -> Unsupported:
+    """What is said of ``fit``, or of a step, where the loop has just ``told`` torch to send no gradients."""
+    within = "inside of" if told == compat_ddp.NO_SYNC else "after"
+    return Unsupported(
+        f"{what} {within} {told}, which adds up gradients over batches,",
+        "each step updates with gradients that are averaged over all ranks",
+        "call it outside (accelerate's accumulate() and Fabric's no_backward_sync say it, too), or give fit "
+        "accumulate=k, or split=True, to call step.backward for each batch and step.update where the loop updates",
+    )  # fmt: skip
 
 
 def options_of(optimizer: Any) -> dict[str, str]:

@@ -142,7 +142,9 @@ def fit(
             from tightship.execute.compiled_step import CompiledStep  # here: importing Dynamo takes a second
 
             kind = CompiledStep
-        module, parallel = check_together(model, ranks, parallel, settings, loop, one)
+        module, parallel = check_together(
+            model, ranks, parallel, settings, loop, one, split=split or optimizer is None
+        )
         step = kind(
             module, loss_fn, one, settings, verify_every,
             independent=independent, loop=loop, split=split, pads=pads, ranks=ranks, parallel=parallel,

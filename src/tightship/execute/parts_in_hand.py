@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat_capture
 from tightship.frontends.torch.capture.parts_written import refused
+from tightship.frontends.torch.fabric import saves_by_kind
 from tightship.frontends.torch.program import tensors_in
 
-__all__ = ["NoParts", "Parts", "WrittenThrough", "reading", "telling_parameters"]
+__all__ = ["NoParts", "Parts", "Telling", "WrittenThrough", "reading"]
 
 
 class Reading:
@@ -47,6 +48,7 @@ reading = Reading()
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
+Named = tuple[str, Any]
 Parts = Mapping[int, tuple[str, weakref.ref[torch.Tensor]]]
 """Names of parameters of which ranks have parts, and these, by id."""
 
@@ -115,18 +117,27 @@ class WrittenThrough(torch.Tensor):
         return out
 
 
-def telling_parameters(kind: type[torch.nn.Module]) -> Callable[..., Iterator[tuple[str, Any]]]:
-    """``named_parameters`` of a kind of modules that warns, once, code which is given parts."""
-    said = False
+class Telling:
+    """``named_parameters`` of the modules of a model, of any kinds: warns, once, code which is given parts. Those who
+    ask of which kind parameters are, to save them, are given what ``seen`` makes of a module's."""
 
-    def named_parameters(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        nonlocal said
-        if not said and not reading.active and (level := _callers_level()):
-            said = True
-            warnings.warn(_PARTS, stacklevel=level)
-        return kind.named_parameters(module, *args, **kwargs)
+    def __init__(self, seen: Callable[[torch.nn.Module, Iterator[Named]], Iterator[Named]]) -> None:
+        self._seen, self._said = seen, False
 
-    return named_parameters
+    def parameters(self, kind: type[torch.nn.Module]) -> Callable[..., Iterator[Named]]:
+        def named_parameters(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[Named]:
+            rows = kind.named_parameters(module, *args, **kwargs)
+            if reading.active:
+                return rows
+            level, name = _caller()
+            if saves_by_kind(name):
+                return self._seen(module, rows)
+            if not self._said and name.partition(".")[0] not in ("torch", "tightship"):
+                self._said = True
+                warnings.warn(_PARTS, stacklevel=level)
+            return rows
+
+        return named_parameters
 
 
 _PARTS = (
@@ -135,10 +146,9 @@ _PARTS = (
 )
 
 
-def _callers_level() -> int:
-    """How far away the code is that asks for parameters; 0 for torch's, or this package's, own."""
+def _caller() -> tuple[int, str]:
+    """How far away the code is that asks for parameters, and in which module."""
     level, frame = 2, sys._getframe(2)
     while frame.f_globals.get("__name__") == torch.nn.Module.__module__ and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
-    own = frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tightship")
-    return 0 if own else level
+    return level, frame.f_globals.get("__name__", "")

@@ -21,6 +21,7 @@ from tightship.execute.data_parallel import (
     check_elementwise,
     check_unhooked,
     need_whole,
+    unsent_update,
 )
 from tightship.execute.gathering import Part, Placed, Shard
 from tightship.execute.part_of_gradient import PartOfGradient
@@ -39,6 +40,8 @@ from tightship.execute.shards import (
 from tightship.frontends.torch import compat_ddp, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.checks import check_model
 from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
+from tightship.frontends.torch.compat_ddp import NO_SYNC
+from tightship.frontends.torch.fully_shard_methods import sends_nothing
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
 from tightship.units import format_bytes
@@ -215,6 +218,14 @@ class Replicas(NotCopied):
     def apart(self) -> bool:
         """Whether the caller is in ``no_sync()`` of the model's DistributedDataParallel."""
         return self.ddp is not None and not self.ddp.require_backward_grad_sync
+
+    def check_sent(self) -> None:
+        """Raises ``Unsupported`` where the caller's loop sends no gradients and a step is about to update: in eager
+        each rank would do that with its own, or with none."""
+        modules = self.model.modules() if self.shards else ()
+        told = next((words for m in modules if (words := sends_nothing(m))), "")
+        if self.apart or told:
+            raise unsent_update(told or NO_SYNC, "a step that updates")
 
     def synchronize(self) -> None:
         """Buffers are those of rank 0."""

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from tightship.execute.gathering import Averaging, Gathering, Part, Placed, Shard
-from tightship.execute.parts_in_hand import NoParts, Parts, reading, telling_parameters
+from tightship.execute.parts_in_hand import NoParts, Parts, Telling, reading
 from tightship.frontends.torch import compat_capture, compat_distributed, compat_fully_shard
 from tightship.frontends.torch.collectives import Division, messages
+from tightship.frontends.torch.fabric import modules_of_fabric
 from tightship.frontends.torch.fully_shard_methods import METHODS
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.structure import map_leaves
@@ -107,9 +108,19 @@ def _listed_as_read() -> Iterator[None]:
 
 
 def say_parts(model: torch.nn.Module) -> None:
-    """Has the model warn, once, code that is given its parts where eager's would be given DTensors, or whole ones."""
-    if not getattr(type(model), _SAYS, False):
-        _read_by(model, {}, **{"named_parameters": telling_parameters(type(model)), _SAYS: True})
+    """Has the model warn, once, code that is given its parts where eager's would be given DTensors, or whole ones;
+    so, too, the module that Fabric's wrapper hands out."""
+    telling = Telling(_seen)
+    for module in (model, *(m.module for m in modules_of_fabric(model))):
+        if not getattr(type(module), _SAYS, False):
+            own = {"named_parameters": telling.parameters(type(module)), _SAYS: True}
+            _read_by(module, {}, **own)
+
+
+def _seen(module: torch.nn.Module, rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    ways = shards_of(module)
+    for n, p in rows:
+        yield n, ways[id(p)].seen(p) if id(p) in ways else p
 
 
 # --- models ---

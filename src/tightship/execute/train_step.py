@@ -81,7 +81,7 @@ class TrainStep(TrainVariants):
         self._verify_every, self._steps = verify_every, 0
         self._added = 0  # batches since the last update
         self._inside = False  # of an accumulation, which DistributedDataParallel lets each rank do by itself
-        self._apart = False  # the last backward pass was in its no_sync()
+        self._unsent = False  # the last backward pass was in its no_sync()
         self._ran = PartRuns()
         self._unplanned: Unplanned | None = None
         self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
@@ -233,6 +233,8 @@ class TrainStep(TrainVariants):
 
     def __call__(self, batch: Any) -> Any:
         with self._exclusive():
+            if self._replicas is not None and (not self._in_parts or self._added + 1 == self.loop.accumulate):
+                self._replicas.check_sent()
             batch = self._filled(batch)
             if self._in_parts:
                 return self._call_in_parts(batch)
@@ -290,14 +292,14 @@ class TrainStep(TrainVariants):
             if self._replicas is not None:
                 self._replicas.check_parts()
                 self._replicas.take_back(self._owned.parameters)
-            self._inside = self._apart
+            self._inside = self._unsent
             try:
                 out = self._backward(self._filled(batch))
             finally:
                 self._inside = False
             if self._replicas is not None:
-                self._apart = self._replicas.apart
-                if not self._apart:
+                self._unsent = self._replicas.apart
+                if not self._unsent:
                     self._average()
                 self._replicas.hand_out(self._owned.parameters)
             return out

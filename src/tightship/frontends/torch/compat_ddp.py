@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from tightship.errors import Unsupported
+
+NO_SYNC: Final = "no_sync()"
 
 
 class _LetGo:
@@ -155,6 +157,11 @@ def _no_join(**_: Any) -> None:
     )
 
 
+def sends_no_gradients(ddp: Any) -> bool:
+    """Whether the caller is in ``no_sync()`` of a DistributedDataParallel."""
+    return not ddp.require_backward_grad_sync
+
+
 def own_ddp_options(ddp: Any) -> list[str]:
     """What of a DistributedDataParallel changes numbers, beside averaging over the ranks of its group."""
     options = []
@@ -162,8 +169,6 @@ def own_ddp_options(ddp: Any) -> list[str]:
         options.append("mixed_precision")
     if hook := _unknown_hook(ddp):
         options.append(f"the communication hook {hook}")
-    if not ddp.require_backward_grad_sync:
-        options.append("no_sync()")
     if ddp.parameters_to_ignore or ddp._delay_all_reduce_params:
         options.append("parameters that it leaves to others")
     if ddp._join_config.enable:

@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from tightship.frontends.torch.compat_distributed import Layout, is_distributed,
 
 __all__ = [
     "FullySharded", "forward_methods", "fully_shard_casts", "fully_shard_options", "fully_sharded", "left_out",
-    "sharding_stand_ins", "undo_fully_shard",
+    "sends_no_gradients", "sharding_stand_ins", "undo_fully_shard",
 ]  # fmt: skip
 
 
@@ -66,8 +66,6 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
                 options["set_gradient_divide_factor"] = None
             if group._all_reduce_hook is not None:
                 options["set_all_reduce_hook"] = None
-            if not (group.reduce_grads and group.all_reduce_grads):
-                options["set_requires_gradient_sync(False)"] = None
             if group.reduce_scatter_unused_params:
                 options["set_reduce_scatter_unused_params"] = None
             if not _is_own(group._all_gather_comm):
@@ -85,6 +83,15 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
     if sizes and max(sizes) != world_size():
         options[f"a mesh of {max(sizes)} of {world_size()} ranks"] = None
     return list(options)
+
+
+NO_SYNC: Final = "set_requires_gradient_sync(False)"
+
+
+def sends_no_gradients(model: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was told to send none (``NO_SYNC``)."""
+    groups = [g for _, state in _fully_shard_states(model) for g in state._fsdp_param_groups]
+    return any(not (g.reduce_grads and g.all_reduce_grads) for g in groups)
 
 
 def left_out(model: torch.nn.Module) -> list[str]:

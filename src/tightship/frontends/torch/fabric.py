@@ -1,6 +1,6 @@
 """Modules of Lightning's Fabric in a step. In mixed precision their results are hooked, and ask in each backward pass
 whether ``fabric.backward`` runs it: of what that does beside (a GradScaler) a planned step takes none, which
-`optimizer.given` refuses. So inside of a step results are not hooked."""
+`optimizer.given` refuses. So inside of a step results are not hooked. And what saves them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["modules_of_fabric", "without_backward_checks"]
+__all__ = ["modules_of_fabric", "saves_by_kind", "without_backward_checks"]
 
 _HOOKS: Final = "_register_backward_hook"
 
@@ -23,6 +23,15 @@ def modules_of_fabric(model: torch.nn.Module) -> list[Any]:
         if type(m).__module__.startswith(("lightning.fabric.", "lightning_fabric."))
         and hasattr(type(m), _HOOKS)
     ]
+
+
+def saves_by_kind(name: str) -> bool:
+    """Whether the code of a Python module looks whether parameters are DTensors, and saves and loads them by state
+    dicts: ``fabric.save`` and ``fabric.load`` of a ``ModelParallelStrategy`` find the model so."""
+    return name in _SAVES
+
+
+_SAVES: Final = ("lightning.fabric.strategies.model_parallel", "lightning_fabric.strategies.model_parallel")
 
 
 @contextmanager

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from tightship.errors import Unsupported
+from tightship.frontends.torch.compat_fully_shard import NO_SYNC
 
-__all__ = ["METHODS"]
+__all__ = ["METHODS", "sends_nothing"]
+
+_SYNC: Final = "_tightship_gradient_sync"
 
 
 class _Gathered:
@@ -29,6 +32,17 @@ def _passed_over(module: Any, *args: Any, **kwargs: Any) -> None:
     return None
 
 
+def _sync(module: Any, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    for m in module.modules() if recurse else (module,):
+        vars(m)[_SYNC] = requires_gradient_sync
+
+
+def sends_nothing(module: Any) -> str:
+    """What a loop said when it told a module that was one of ``fully_shard``'s to send no gradients for now, or an
+    empty text."""
+    return "" if vars(module).get(_SYNC, True) else NO_SYNC
+
+
 def _refusing(name: str) -> Callable[..., Any]:
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
         raise Unsupported(
@@ -41,7 +55,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 _WHEN: Final = (
-    "reshard", "reset_iter_state", "set_is_last_backward", "set_requires_gradient_sync", "set_requires_all_reduce",
+    "reshard", "reset_iter_state", "set_is_last_backward", "set_requires_all_reduce",
     "set_reshard_after_forward", "set_reshard_after_backward", "set_modules_to_forward_prefetch",
     "set_modules_to_backward_prefetch", "set_post_optim_event", "set_reduce_scatter_max_input_buffers",
     "set_separate_reduce_scatter_group", "set_unshard_in_backward",
@@ -54,6 +68,7 @@ _WHAT: Final = (
 
 METHODS: Final[dict[str, Callable[..., Any]]] = {
     "unshard": _unshard,
+    "set_requires_gradient_sync": _sync,
     **{name: _passed_over for name in _WHEN},
     **{name: _refusing(name) for name in _WHAT},
 }
