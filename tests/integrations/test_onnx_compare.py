@@ -43,8 +43,8 @@ def weights(*shape):
 
 
 def branches(opset=17):
-    """Three branches of convolutions, joined: the order matters, and the runtime fuses and lays out anew; not what has
-    12 channels, in blocks of neither 8 nor 16, which processors differ in."""
+    """Three branches of convolutions, joined: the order matters, and the runtime fuses and lays out anew; not what
+    has 12 channels, in blocks of neither 8 nor 16, which processors differ in."""
     nodes, given, ends = [], [], []
     for k in range(3):
         wide, thin = f"wide{k}", f"thin{k}"
