@@ -163,11 +163,15 @@ def test_A06_on_real_models_with_measured_scratch(name: str) -> None:
     facts = made.meta["aitemplate"]
     assert facts["shared_workspace"] > 0
     assert verify(graph, made) == []
-    largest = max(range(len(graph.ops)), key=lambda k: graph.ops[k].workspace)
-    apart = plan(graph, Options(unique=graph.ops[largest].name))
-    assert verify(graph, apart) == []
-    assert apart.meta["aitemplate"]["unique_workspace"] == facts["shared_workspace"]
-    assert apart.meta["aitemplate"]["shared_workspace"] < facts["shared_workspace"]
+    largest = sorted(graph.ops, key=lambda op: op.workspace)[
+        -4:
+    ]  # by requests as they follow one another, not as placed
+    apart = [plan(graph, Options(unique=op.name)) for op in largest]
+    assert all(verify(graph, one) == [] for one in apart)
+    own = [one.meta["aitemplate"]["unique_workspace"] for one in apart]
+    assert max(own) == facts["shared_workspace"]
+    rest = apart[own.index(max(own))].meta["aitemplate"]["shared_workspace"]
+    assert rest == sorted(own)[-2] < facts["shared_workspace"] or own.count(max(own)) > 1
 
 
 def test_A07_ops_of_one_step_share_nothing() -> None:

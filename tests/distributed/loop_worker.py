@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch_worker import Own, Tied, both, row, sharded, whole, word_loss, words
-from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
+from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model, replicated
 
 import tightship
 from tightship.execute.interpreter import Fallback
@@ -580,6 +580,25 @@ def fitted_by_one() -> Any:
         dist.barrier()
     rows["again"] = caught(lambda: fitted()(given[2]))
     return rows
+
+
+def raised_by(rank: int) -> Any:
+    """A rank's own code raises between steps, in the second of two loops, which nobody catches."""
+    steps = [replicated(budget="100%")[1] for _ in range(2)]
+    given = batches(1)[0]
+    for step in steps:
+        step(given)
+    if dist.get_rank() == rank:
+        raise ValueError("the loader has no more")
+    return caught(lambda: steps[1](given))
+
+
+def raised_by_the_first() -> Any:
+    return raised_by(0)
+
+
+def raised_by_the_second() -> Any:
+    return raised_by(1)
 
 
 def left_alone() -> Any:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from support.ranks import Rows, as_planned, run, seconds_to_error
@@ -123,6 +127,47 @@ def test_a_rank_that_fits_alone_is_told_of_the_others_within_seconds() -> None:
 def test_a_rank_whose_step_has_failed_ends_while_the_others_wait_for_it() -> None:
     (row,) = run("left_alone", worker="loop_worker.py", most=100)["left_alone"]
     assert row["type"] == "RuntimeError"
+
+
+@pytest.mark.parametrize(("scenario", "rank"), [("raised_by_the_first", 0), ("raised_by_the_second", 1)])
+def test_an_error_between_steps_is_told_to_the_others_before_its_process_ends(
+    scenario: str, rank: int
+) -> None:
+    (row,) = run(scenario, worker="loop_worker.py", ends=tuple(int(r == rank) for r in range(2)))[scenario]
+    assert row["type"] == "PeerFailed"
+    assert f"rank {rank}: ValueError: the loader has no more" in row["text"]
+    assert seconds_to_error(row) < 5
+
+
+SPAWNED = """
+import os, sys, tempfile
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+import tightship
+
+def train(rank, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    m, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    o = torch.optim.SGD(m.parameters(), 0.1)
+    step = tightship.fit(m, lambda m, b: m(b).pow(2).mean(), o, x, "100%", parallel=tightship.DataParallel())
+    for k in range(3):
+        if k == 2 and rank == 1:
+            raise ValueError("the loader has no more")
+        step(x)
+
+if __name__ == "__main__":
+    mp.spawn(train, (sys.argv[1],), nprocs=2)
+"""
+
+
+def test_the_error_that_ends_a_spawned_rank_is_what_its_parent_raises(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNED)
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "train.py"), str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert ended.returncode == 1
+    assert "ValueError: the loader has no more" in ended.stderr
+    assert "does not answer any more" not in ended.stderr
 
 
 def test_a_parameter_that_one_rank_alone_has_frozen_is_not_half_trained(rows: Rows) -> None:

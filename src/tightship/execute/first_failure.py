@@ -15,9 +15,9 @@ from typing import Any, Final
 from tightship.errors import PeerFailed, TightshipError
 from tightship.frontends.torch import compat_distributed
 
-__all__ = ["GONE", "FirstFailure", "in_words", "words_of"]
+__all__ = ["GONE", "HEARD", "FirstFailure", "in_words", "words_of"]
 
-_HEARD: Final = 3.0
+HEARD: Final = 3.0
 """Seconds that a rank stays for the others to read why they end: it may have the store."""
 _ROLL_CALL: Final = 1.5
 """Seconds within which ranks say that they are there, where a connection has ended."""
@@ -44,15 +44,24 @@ class FirstFailure:
         """The error that all raise, which is ``own`` if there was none before, and whether what its rank was doing
         had ``begun`` to send. Who is first is to ``tell`` the others. Stays for them, but those that are ``gone``, to
         read it. Needs no store."""
-        given = written = json.dumps([own.failures, own.place, own.lost, own.writing, begun])
+        given = written = _written(own, begun)
         with suppress(RuntimeError):  # the rank that has the store may be gone
             written = self._store.compare_set(f"{self._key}/failed", "", given).decode()
             if written == given:
                 tell()
             self._store.set(f"{self._key}/heard/{self._rank}", b"1")
             keys = [f"{self._key}/heard/{r}" for r in range(self._size) if r not in gone]
-            self._come(keys, _HEARD)
+            self._come(keys, HEARD)
         return _read(written)
+
+    def leaves(self, own: PeerFailed) -> None:
+        """As `noted`, by a rank that ends: to be heard later (`is_heard`), as it may have more than one to tell."""
+        self._store.compare_set(f"{self._key}/failed", "", _written(own, False))
+        self._store.set(f"{self._key}/heard/{self._rank}", b"1")
+
+    def is_heard(self) -> bool:
+        """Whether all ranks know of it."""
+        return bool(self._store.check([f"{self._key}/heard/{r}" for r in range(self._size)]))
 
     def heard(self, store: Any) -> PeerFailed:
         """What has been noted, over another connection to the ``store``."""
@@ -83,6 +92,10 @@ class FirstFailure:
         gone = others[0] if len(others) == 1 else 0
         known = gone != self._rank and not compat_distributed.store_of_launcher()
         return {gone: GONE} if known else {}
+
+
+def _written(own: PeerFailed, begun: bool) -> str:
+    return json.dumps([own.failures, own.place, own.lost, own.writing, begun])
 
 
 def _read(written: str) -> tuple[PeerFailed, bool]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import multiprocessing.util
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +23,7 @@ from torch import distributed as dist
 
 from tightship.errors import PeerFailed
 from tightship.execute.first_failure import GONE, FirstFailure, in_words, words_of
+from tightship.execute.last_words import tell_of_errors
 from tightship.frontends.torch import compat_distributed, compat_waits
 
 __all__ = ["Board", "Failure", "board_of_all"]
@@ -56,8 +55,6 @@ class _Process:
     of: Any = None
     board: Board | None = None
     groups: int = 0  # how many there have been, which may have had the same store
-    says: Any = None  # what is told of errors that nobody catches, beside the other ranks
-    child = 0  # the process of multiprocessing that tells of its own
 
 
 _process = _Process()
@@ -79,7 +76,7 @@ def board_of_all() -> Board | None:
     if _process.of is not world:
         if _process.board is not None:
             _process.board.end()
-        _watch_errors()
+        tell_of_errors(_tell)
         _process.groups += 1
         _process.of, _process.board = world, None
         with suppress(RuntimeError):  # the store is gone, as torch's own collectives will say
@@ -93,45 +90,17 @@ def _lost(error: RuntimeError) -> PeerFailed | None:
     return None if _process.board is None else _process.board.lost(error)
 
 
-def _tell_others(kind: Any, error: Any, traceback: Any) -> None:
-    """An error that nobody catches ends this process, unless it is interactive: the others hear of it before it does,
-    from a rank, too, that has not come to its first graph. First it is said here, whatever becomes of that."""
-    try:
-        _process.says(kind, error, traceback)
-    finally:
-        if not hasattr(sys, "ps1"):
-            _tell(error)
-
-
-def _tell_as_child() -> None:
-    """Processes of multiprocessing catch the error that ends them, and clean up meanwhile."""
-    error = sys.exc_info()[1]
-    if isinstance(error, SystemExit):  # torch.multiprocessing's exit behind an error
-        error = error.__context__
-    if error is not None:
-        _tell(error)
-
-
 def _tell(error: BaseException) -> None:
-    with suppress(Exception):  # the rank that has the store may be gone
-        board = None if isinstance(error, PeerFailed) else board_of_all()
-        if (
-            board is not None and board.process == os.getpid()
-        ):  # and not that of a process that was forked from it
-            board.says(error)
-
-
-def _watch_errors() -> None:
-    """From now on errors that nobody catches are said to the other ranks."""
-    if _process.says is None:
-        _process.says, sys.excepthook = sys.excepthook, _tell_others
-    if multiprocessing.parent_process() is not None and _process.child != os.getpid():
-        _process.child = os.getpid()
-        multiprocessing.util.Finalize(None, _tell_as_child, exitpriority=100)
+    """The others hear of an error of the caller's own, from a rank, too, that has not come to its first graph."""
+    board = None if isinstance(error, PeerFailed) else board_of_all()
+    if (
+        board is not None and board.process == os.getpid()
+    ):  # and not that of a process that was forked from it
+        board.says(error)
 
 
 if compat_distributed.world_size() > 1 or compat_distributed.launched_together():
-    _watch_errors()
+    tell_of_errors(_tell)
 
 
 class Board:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import os
 import platform
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,8 @@ import torch
 from torch import distributed as dist
 
 from tightship.errors import BadInput, PeerFailed
-from tightship.execute.first_failure import GONE, FirstFailure, in_words, words_of
+from tightship.execute.first_failure import GONE, HEARD, FirstFailure, in_words, words_of
+from tightship.execute.last_words import tell_of_errors
 from tightship.execute.standstill import GATHER, Lookout
 from tightship.frontends.torch import collectives, compat_distributed
 from tightship.process_local import NotCopied
@@ -94,6 +96,7 @@ def together() -> Ranks | None:
     if _process.of is not world or (_process.lookout is not None and _process.lookout.left):
         _process.group, _process.of = None, world
     collectives.waiting(_between_steps)
+    tell_of_errors(_tell)
     key = f"tightship/{_process.meetings + 1}"
     key = f"{key}/{_met(key)}"
     _process.meetings += 1
@@ -124,6 +127,18 @@ def _between_steps(work: Any) -> None:
         living[0].wait_beside(work, living)
     else:
         work.wait()
+
+
+def _tell(error: BaseException) -> None:
+    """The others, which wait for this rank in a step, or come to one, hear of an error between steps that ends it."""
+    living = [ranks for ranks in _living if ranks.lives and ranks.process == os.getpid()]
+    if isinstance(error, PeerFailed) or not living:
+        return
+    for ranks in living:
+        ranks.first.leaves(PeerFailed({ranks.rank: words_of(error)}, "between steps"))
+    end = monotonic() + HEARD
+    while monotonic() < end and not any(ranks.first.is_heard() for ranks in living):
+        sleep(0.02)
 
 
 def _met(key: str) -> str:
@@ -202,7 +217,7 @@ class Ranks(NotCopied):
     def __init__(self, group: Any, store: Any, key: str) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group, self._store, self._key = group, store, key
-        self._first = FirstFailure(store, key, self.rank, self.size)
+        self.first, self.process = FirstFailure(store, key, self.rank, self.size), os.getpid()
         self._ended: PeerFailed | None = None
         self._place, self._begun, self._writes = "", False, False
         _living.add(self)
@@ -213,7 +228,7 @@ class Ranks(NotCopied):
         return self._store is not None and self._ended is None
 
     def let_go(self) -> None:
-        self._group = self._store = self._first = None  # type: ignore[assignment]
+        self._group = self._store = self.first = None  # type: ignore[assignment]
 
     # --- saying and hearing ---
 
@@ -332,7 +347,7 @@ class Ranks(NotCopied):
     def _noted(self, own: PeerFailed, gone: Sequence[int] = ()) -> PeerFailed:
         """The error that all raise: the first that a rank has noted, which is this one if there was none before."""
         self._abandon()
-        found, begun = self._first.noted(own, self._begun, gone)
+        found, begun = self.first.noted(own, self._begun, gone)
         if begun:
             _process.unfinished = dist.group.WORLD
         return found
@@ -403,7 +418,7 @@ class Ranks(NotCopied):
     def _failed(self) -> PeerFailed | None:
         """What other ranks have noted; or who is gone, where one of them asks who is there."""
         try:
-            if self._first.is_noted():
+            if self.first.is_noted():
                 return self._noted(PeerFailed({}))
             return self._called() if self._store.check([f"{self._key}/calling"]) else None
         except RuntimeError as error:
@@ -413,14 +428,14 @@ class Ranks(NotCopied):
         """A connection has ended: because a rank has failed and said so, or has been ended."""
         self._abandon()
         try:
-            if self._first.is_noted():
+            if self.first.is_noted():
                 return self._noted(PeerFailed({}))
             self._store.set(f"{self._key}/calling", b"1")
             return self._called()
         except RuntimeError:  # the store is gone, with the rank that has it
             if self._begun:
                 _process.unfinished = dist.group.WORLD
-            gone = self._first.without_store()
+            gone = self.first.without_store()
             return PeerFailed(gone, self._place, in_words(error), writing=self._writes)
 
     def _abandon(self) -> None:
@@ -432,7 +447,7 @@ class Ranks(NotCopied):
 
     def _called(self) -> PeerFailed:
         """Whoever does not say soon that it is there has ended. Raises ``RuntimeError`` without a store."""
-        missing = self._first.missing()
+        missing = self.first.missing()
         reason = "all ranks are there, and a connection between them is not"
         failures = dict.fromkeys(missing, GONE)
         return self._noted(PeerFailed(failures, self._place, reason, writing=self._writes), missing)
