@@ -28,12 +28,13 @@ def test_ranks_that_run_other_layers_train_as_under_find_unused_parameters(rows:
         assert len(switched) == (how in ("whole", "alike"))
 
 
-@pytest.mark.parametrize("how", ["step", "update", "accumulated", "sharded", "compiled"])
+@pytest.mark.parametrize("how", ["step", "update", "accumulated", "sharded", "compiled", "two"])
 def test_a_rate_that_one_rank_alone_has_changed_is_refused_on_all(rows: Rows, how: str) -> None:
     for row in rows["other_rates"]:
         assert row[how]["refused"]["type"] == "PeerFailed"
-        assert "rank 0: lr of SGD: 0.1" in row[how]["refused"]["text"]
-        assert "rank 1: lr of SGD: 0.01" in row[how]["refused"]["text"]
+        name = "SGD 0" if how == "two" else "SGD"
+        assert f"rank 0: lr of {name}: 0.1" in row[how]["refused"]["text"]
+        assert f"rank 1: lr of {name}: 0.01" in row[how]["refused"]["text"]
         assert "half written" not in row[how]["refused"]["text"]
         assert row[how]["afterwards"] == ""
 
@@ -42,6 +43,7 @@ def test_data_given_to_parameters_of_fully_shard_change_nothing(rows: Rows) -> N
     for row in rows["data_set"]:
         same(row)
         assert any("changes nothing, as in eager" in n for n in row["fit"]["notes"])
+        assert row["fit"]["places"] == ["unequal_worker.py"]  # once, where the caller's code is
 
 
 @pytest.mark.parametrize("how", ["sharded", "DistributedDataParallel"])

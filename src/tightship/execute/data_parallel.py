@@ -72,7 +72,9 @@ class DataParallel:
             rule = "group= is a process group that this rank is in (torch.distributed.new_group), or None"
             raise BadInput(rule, type(self.group).__name__, "DataParallel")
         if self.shard and self.find_unused_parameters:
-            rule = "find_unused_parameters= is for ranks that have all parameters: parts are gathered from all ranks"
+            rule = (
+                "find_unused_parameters=True with shard=True: ranks gather parts in one order; leave one out"
+            )
             raise BadInput(rule, place="DataParallel")
         given = self.reduce_dtype
         if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
@@ -148,12 +150,14 @@ def options_of(optimizer: Any) -> dict[str, str]:
     """What an optimizer does with its parameters: other updates would make other models. Only numbers, as other
     things may say who a rank is; those on a device are not waited for."""
     found = {}
-    for one in each(optimizer) if optimizer is not None else ():
+    optimizers = each(optimizer) if optimizer is not None else ()
+    for k, one in enumerate(optimizers):
+        name = type(one).__name__ + (f" {k}" if len(optimizers) > 1 else "")
         for number, group in enumerate(one.param_groups):
-            of = f"of {type(one).__name__}" + (f"'s group {number}" if len(one.param_groups) > 1 else "")
+            of = f"of {name}" + (f"'s group {number}" if len(one.param_groups) > 1 else "")
             found[f"parameters {of}"] = str(len(group["params"]))
-            rows = {k: _number(x) for k, x in group.items() if k != "params"}
-            found |= {f"{k} {of}": repr(x) for k, x in rows.items() if x is not ...}
+            rows = {n: _number(x) for n, x in group.items() if n not in ("params", "param_names")}
+            found |= {f"{n} {of}": repr(x) for n, x in rows.items() if x is not ...}
     return found
 
 

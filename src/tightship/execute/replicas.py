@@ -234,8 +234,10 @@ class Replicas(NotCopied):
         if self.ddp is not None:
             compat_ddp.buffers_change(self.ddp)
 
-    def fill_up(self, parameters: Iterable[tuple[str, torch.Tensor]], ranks: Ranks) -> None:
-        """Zeros for gradients that other ranks have; what none has stays without."""
+    def fill_up(self, parameters: Iterable[tuple[str, torch.Tensor]], ranks: Ranks | None) -> None:
+        """Zeros for gradients that others have, where ranks may run other layers. What none has stays so."""
+        if not self.may_differ or ranks is None:
+            return
         own = dict(parameters)
         _, told = ranks.agreed(
             "averaging", lambda: [n for n, p in own.items() if p.grad is not None], lambda row: row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from tightship.execute.prepared import Variant
 from tightship.execute.ranks import Ranks
 from tightship.execute.settings import Settings
 from tightship.execute.state_dicts import load, saved
-from tightship.execute.train_variants import TrainVariants, check_call
+from tightship.execute.train_variants import TrainVariants, callers_level, check_call
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.expectations import OtherAnswer, written_back
 from tightship.frontends.torch.capture.incremental import Ending
@@ -300,6 +299,7 @@ class TrainStep(TrainVariants):
             if self._replicas is not None:
                 self._unsent = self._replicas.apart
                 if not self._unsent:
+                    self._replicas.fill_up(self._owned.parameters, self.ranks)
                     self._average()
                 self._replicas.hand_out(self._owned.parameters)
             return out
@@ -329,7 +329,7 @@ class TrainStep(TrainVariants):
         which runs first, in every so many steps. Gradients that the program hands back are left with their
         parameters."""
         if self._divergence is not None:
-            self._divergence.look((p for _, p in self._owned.parameters if p.requires_grad), _callers_level())
+            self._divergence.look((p for _, p in self._owned.parameters if p.requires_grad), callers_level())
         if self._tries_again:
             self._tries_again = False
             try:
@@ -397,7 +397,7 @@ class TrainStep(TrainVariants):
         note = f"{under} steps run in eager, where the budget is not kept"
         if note not in self._notes:
             self._notes.append(note)
-            warnings.warn(note, Fallback, stacklevel=_callers_level())
+            warnings.warn(note, Fallback, stacklevel=callers_level())
         return Unplanned(Unsupported(*what))
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
@@ -460,7 +460,7 @@ class TrainStep(TrainVariants):
             note = self._fall_back(other[0])
         elif note not in self._notes:
             self._notes.append(note)
-        warnings.warn(note, Fallback, stacklevel=_callers_level())
+        warnings.warn(note, Fallback, stacklevel=callers_level())
         self._in_eager = Unplanned(other[0])
         out = self._run_unplanned(self._in_eager, batch, whole=not ending.leaves)
         if nothing:
@@ -515,8 +515,6 @@ class TrainStep(TrainVariants):
         """Gradients of parameters that all ranks have; ``updates``, if they are stepped with next."""
         assert self.ranks is not None
         assert self._replicas is not None
-        if self._replicas.may_differ:
-            self._replicas.fill_up(self._owned.parameters, self.ranks)
         there = [n for n, p in self._owned.parameters if p.grad is not None]
         text = f"gradients of {len(there)} parameters ({', '.join(there)})"
         self._compare("gradients", text, updates=updates)
@@ -540,12 +538,7 @@ class TrainStep(TrainVariants):
         in_eager = (
             self._unplanned is not None or unseen or (self._in_eager is not None and not self._variants)
         )
-        if (
-            self._replicas is not None
-            and self.ranks is not None
-            and self._replicas.may_differ
-            and not averaged
-        ):
+        if self._replicas is not None and not averaged:
             self._replicas.fill_up(self._owned.parameters, self.ranks)
         variant = None if in_eager else self._planned_update()
         if self._replicas is not None and not averaged:
@@ -631,14 +624,6 @@ class TrainStep(TrainVariants):
                 f"{what} takes {format_bytes(nbytes)}, beyond the budget of {format_bytes(self._limit)}",
                 PeakMismatch, stacklevel=6,
             )  # fmt: skip
-
-
-def _callers_level() -> int:
-    """How far away from the function that calls this the code is that calls the step, as ``warnings.warn`` counts."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -3,6 +3,7 @@ runs that."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -113,7 +114,7 @@ class TrainVariants(PlannedTogether):
             )
             if note not in self._notes:
                 self._notes.append(note)
-                warnings.warn(note, stacklevel=5)
+                warnings.warn(note, stacklevel=callers_level())
         super()._renew()
         if self._replicas is not None and self.ranks is not None and not self._replicas.follows:
             self._replicas.follow(self.ranks)
@@ -482,6 +483,14 @@ class TrainVariants(PlannedTogether):
     def _captured_update(self, gradients: Mapping[str, torch.Tensor]) -> Program:
         self._bring_back()
         return capture_update(self.model, self._own_updates(), gradients)
+
+
+def callers_level() -> int:
+    """How far away from the function that calls this the code is that calls the step, as ``warnings.warn`` counts."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] == "tightship" and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _of_replica(loss: LossFn, replicas: Replicas) -> LossFn:
