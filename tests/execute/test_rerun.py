@@ -1,5 +1,6 @@
 """The code of a step runs once in every step; what it asks for anew is taken over, captured again, or refused."""
 
+import contextlib
 import itertools
 import random
 
@@ -330,14 +331,26 @@ class Centered(nn.Module):
         return y - self.center
 
 
-@pytest.mark.parametrize("how", [{}, {"split": True}, {"accumulate": 2}, {"prepare": False}], ids=str)
-@pytest.mark.parametrize("make", [Observed, Centered])
-def test_what_a_first_step_in_eager_has_set_up_is_planned_from_the_second_on(make, how):
+WAYS = [{}, {"split": True}, {"accumulate": 2}, {"prepare": False}]
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_what_a_first_step_in_eager_has_set_up_is_planned_from_the_second_on(how):
+    step = set_up_by_the_first_step(Observed, how, pytest.warns(Fallback))
+    assert any(note.startswith("steps ran in eager at first") for note in step.notes)
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_a_loop_that_ends_by_what_it_has_computed_is_planned(how):
+    assert set_up_by_the_first_step(Centered, how, contextlib.nullcontext()).metrics()["eager"] == 0
+
+
+def set_up_by_the_first_step(make, how, fallback):
     model, other = make(), make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = torch.optim.SGD(other.parameters(), lr=0.1)
     options = {"planner": plans.keep, "cache": None, "seconds_per_op": 0.0} | how
-    with pytest.warns(Fallback):
+    with fallback:
         step = fit(model, ordinary, optimizer, batch(), **options)
         for k in range(4):
             loss = step.backward(batch(k)) if "split" in how else step(batch(k))
@@ -352,7 +365,7 @@ def test_what_a_first_step_in_eager_has_set_up_is_planned_from_the_second_on(mak
             assert torch.equal(loss, expected)
             assert k == 0 or step.plan.peak > 0
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
-    assert any(note.startswith("steps ran in eager at first") for note in step.notes)
+    return step
 
 
 class Reviving(nn.Module):

@@ -47,8 +47,9 @@ class Instruction:
 @dataclass
 class Code:
     """Compiled steps. ``initial`` is the environment before a run; inputs go to ``inputs``, results lie in
-    ``results`` after it. ``constants`` tells, by op and whether it is a recomputation, from which indices on the
-    constants among a call's arguments lie; ``copies``, where streamed copies that run beside ops are."""
+    ``results`` after it; ``running`` is that of a run that has begun. ``constants`` tells, by op and whether it is a
+    recomputation, from which indices on the constants among a call's arguments lie; ``copies``, where streamed copies
+    that run beside ops are."""
 
     instructions: list[Instruction] = field(default_factory=list)
     initial: list[Any] = field(default_factory=list)
@@ -56,12 +57,14 @@ class Code:
     results: tuple[int, ...] = ()
     constants: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
     copies: list[int] = field(default_factory=list)
+    running: list[Any] = field(default_factory=list)
 
     def change(self, call: Call, op: int, again: bool) -> None:
         """From now on, run ``op`` with the numbers of ``call``, which has the same tensors."""
         values = constants_of(call)
         for start in self.constants.get((op, again), ()):
-            self.initial[start : start + len(values)] = values
+            for environment in filter(None, (self.initial, self.running)):
+                environment[start : start + len(values)] = values
 
 
 def updater_of(call: Call) -> Updater | None:

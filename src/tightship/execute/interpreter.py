@@ -7,7 +7,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from tightship.execute.interrupts import Updating
 from tightship.execute.script import HEAP, PlannedRequests, device_of, needs_memory, planned_requests
 from tightship.execute.transfers import host_offsets
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.capture.readings import Read
 from tightship.frontends.torch.program import Program, Slot, mismatch
 from tightship.plan import Plan, Step
 from tightship.process_local import NotCopied, check_process
@@ -106,6 +107,10 @@ class Part:
     boundary: int | None
 
 
+Running = Generator[Read, None, list[Any]]
+"""A run that stops at what the code of a step looks at; its value are the results."""
+
+
 class Executor(NotCopied):
     """Runs ``plan`` for ``program``, or ``part`` of it, as often as wanted.
 
@@ -157,6 +162,7 @@ class Executor(NotCopied):
         self._code: Code = compile_plan(program, plan, serving, self._pool)
         self._updating: Updating | None = None
         self._tell_of_updates()
+        self._reads = [(k + 1, i.op) for k, i in enumerate(self._code.instructions) if self._is_read(i)]
         self._limit = None if plan.budget is None else max(plan.budget - self._begins, 0)
         self._scripts: dict[bool, tuple[int, allocator.Script]] = {}
         self._verified = False
@@ -196,6 +202,9 @@ class Executor(NotCopied):
 
         if first is not None:
             code.insert(first, Instruction(code[first].step, -1, begin))
+
+    def _is_read(self, instruction: Instruction) -> bool:
+        return instruction.op >= 0 and isinstance(self.program.calls[instruction.op].fn, Read)
 
     def _host_pool(
         self, folder: str | os.PathLike[str] | None, pinned: int | None, pool: PinnedPool | None
@@ -246,9 +255,13 @@ class Executor(NotCopied):
         whose update has run are updated, the others are not; running statistics and random state are those of
         the point reached). ``consume``: as for `execute`. ``updating`` hears when updates begin and are complete.
         """
+        return self.finish(self.begin(inputs, consume=consume), updating)
+
+    def finish(self, running: Running, updating: Updating | None = None) -> list[Any]:
+        """The results of a run that has begun, as `run` gives them."""
         self._updating = updating
         try:
-            results = self.execute(inputs, consume=consume)
+            results = _drained(running)
         finally:
             self._updating = None
         if self.last is not None:
@@ -268,6 +281,18 @@ class Executor(NotCopied):
         ``arena``: for this run. ``placed``: requests go to their planned offsets, else to the heap. ``consume``: the
         list of inputs is emptied, so that each tensor is dropped at its planned free.
         """
+        return _drained(self.begin(inputs, arena, placed=placed, consume=consume))
+
+    def begin(
+        self,
+        inputs: Sequence[Any],
+        arena: allocator.Arena | None = None,
+        *,
+        placed: bool = True,
+        consume: bool = False,
+    ) -> Running:
+        """`execute` that stops wherever an op has read what the code of the step looks at: yields that op's `Read`.
+        Meanwhile requests of this thread are none of the plan's. Closing it frees everything the run made."""
         check_process(self._process, self)
         env = self._environment(inputs)
         if consume:
@@ -277,18 +302,27 @@ class Executor(NotCopied):
         if not self._verified:
             self._check_inputs(env)
             instructions = [self._checked(i) for i in instructions]
-        with self._freeing(env), self._awaiting_copies(env), compat.plain_execution():
-            if self.requests is None:
-                for i in instructions:
-                    i.run(env)
-            else:
-                self._replay(self.requests, instructions, env, arena or self._own_arena(), placed)
-            results = [env[at] for at in self._code.results]
-            if self._updating is not None:
-                self._updating.complete()
+        self._code.running = env
+        try:
+            with self._freeing(env), self._awaiting_copies(env):
+                if self.requests is None:
+                    yield from self._run(instructions, env, None)
+                else:
+                    yield from self._replay(
+                        self.requests, instructions, env, arena or self._own_arena(), placed
+                    )
+                results = [env[at] for at in self._code.results]
+                if self._updating is not None:
+                    self._updating.complete()
+        finally:
+            self._code.running = []
         env.clear()
         self._verified = True
         return results
+
+    def rebind(self, slot: int, tensor: Any) -> None:
+        """Of a run that has begun: the tensor of a slot that no op has used yet."""
+        self._code.running[self._code.inputs[slot]] = tensor
 
     def _environment(self, inputs: Sequence[Any]) -> list[Any]:
         if len(inputs) != len(self._code.inputs):
@@ -311,20 +345,36 @@ class Executor(NotCopied):
         env: list[Any],
         arena: allocator.Arena,
         placed: bool,
-    ) -> None:
+    ) -> Running:
         missing = self._missing(env)
         exact = not missing and all(f.away.there for f in self._fetches)
         meter = Meter(self._kind)
         script = self._script(requests, arena.live + missing, placed)
         try:
             with allocator.replay(arena, script) as session, meter:
-                seek = session.seek
-                for i in instructions:
-                    if i.asks:
-                        seek(i.step)
-                    i.run(env)
+                for read in self._run(instructions, env, session):
+                    with allocator.suspended(self._kind):
+                        yield read
         finally:
             self.last = self._stats(session.stats, meter.peak, missing, exact=exact)
+        return []
+
+    def _run(
+        self, instructions: Sequence[Instruction], env: list[Any], session: allocator.Replay | None
+    ) -> Running:
+        at = 0
+        for stop, op in (*self._reads, (len(instructions), -1)):
+            with compat.plain_execution():
+                for i in instructions[at:stop] if self._reads else instructions:
+                    if session is not None and i.asks:
+                        session.seek(i.step)
+                    i.run(env)
+            at = stop
+            if op >= 0:
+                read = self.program.calls[op].fn
+                assert isinstance(read, Read)
+                yield read
+        return []
 
     def _script(self, requests: PlannedRequests, already: int, placed: bool) -> allocator.Script:
         """The limit does not count ``already``, bytes of earlier runs: results that the caller still holds, and
@@ -441,6 +491,15 @@ class Executor(NotCopied):
             if wrong:
                 name = self.program.graph.values[slot.value].name
                 raise BadInput(f"{wrong} at capture", place=f"{slot.role} {name}")
+
+
+def _drained(running: Running) -> list[Any]:
+    while True:
+        try:
+            next(running)
+        except StopIteration as end:
+            results: list[Any] = end.value
+            return results
 
 
 def report(stats: RunStats, strict: bool, graph: str = "") -> None:

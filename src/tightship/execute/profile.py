@@ -35,6 +35,7 @@ from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, mach
 from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
 from tightship.frontends.torch import compat, compat_distributed, compat_ops
+from tightship.frontends.torch.capture.readings import Read
 from tightship.frontends.torch.collectives import Collective, unsent
 from tightship.frontends.torch.optimizer.attributes import traits
 from tightship.frontends.torch.optimizer.probe import BY_ITSELF
@@ -207,6 +208,8 @@ class _Profiler:
         fn = self.program.calls[k].fn
         if isinstance(fn, Collective) and op.device in self.benches:
             return self.collective(k, fn)
+        if isinstance(fn, Read):
+            return replace(op, time=0.0)
         usual = self.check(k) if op.effect and op.device in self.benches else None
         if op.device not in self.benches or (op.effect and usual is None):
             self.modeled.append(op.target)

@@ -14,6 +14,7 @@ from tightship.execute import allocator
 from tightship.execute.data_parallel import DataParallel, check_options, digest_of_options
 from tightship.execute.divergence import Divergence
 from tightship.execute.eager import Unplanned, differences, random_states, run_eager, tensors_by_name
+from tightship.execute.in_step import InStep
 from tightship.execute.interpreter import Fallback, PeakMismatch, RunStats
 from tightship.execute.parts import (
     Loop,
@@ -456,6 +457,9 @@ class TrainStep(TrainVariants):
         note = f"the step runs in eager, where the budget is not kept: {other[0].what}"
         nothing = isinstance(other[0], Unplannable) and not self._variants
         self._learn(other[0])
+        if not nothing and self._guesses.hopeless and self._readings is not None and self._guesses.give_up():
+            self._variants.clear()
+            self._arena = None
         if nothing or self._guesses.hopeless:
             note = self._fall_back(other[0])
         elif note not in self._notes:
@@ -474,7 +478,21 @@ class TrainStep(TrainVariants):
             self._arena = None
 
     def _run_planned(self, batch: Any, ending: Ending) -> Any:
-        variant, tensors, asked = self._run_code(batch, ending)
+        verifies = self._verify_every and (self._steps + 1) % self._verify_every == 0
+        begun = None if verifies else self._in_step(batch, ending)  # eager's has to run first
+        try:
+            out = self._run_begun(batch, ending, begun)
+        finally:
+            if begun is not None:
+                begun.put_back()
+        if self._readings is not None and self._readings.hopeless:
+            self._once_more = False
+            note = self._fall_back(self._readings.refusal)
+            warnings.warn(note, Fallback, stacklevel=callers_level())
+        return out
+
+    def _run_begun(self, batch: Any, ending: Ending, begun: InStep | None) -> Any:
+        variant, tensors, asked = self._run_code(batch, ending, begun)
         self._check_ranks(variant.program)
         if self.ranks is not None:
             self.ranks.begin()
@@ -486,11 +504,14 @@ class TrainStep(TrainVariants):
         eager = None
         if self._verify_every and self._steps % self._verify_every == 0:
             eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
-        self._put_away()
-        replaced = self._replacing(variant, tensors, asked)
-        with written_back(variant.program, tensors):
-            results = variant.executor.run(tensors, consume=True, updating=self._updating)
-        self._replaced(replaced, results)
+        if begun is not None and begun.goes_on(variant):
+            results = begun.finished(tensors)
+        else:
+            self._put_away()
+            replaced = self._replacing(variant, tensors, asked)
+            with written_back(variant.program, tensors):
+                results = variant.executor.run(tensors, consume=True, updating=self._updating)
+            self._replaced(replaced, results)
         made, parameters = variant.program.gradients, dict(self._owned.parameters)
         count = len(variant.program.results) - len(made)
         for n, g in zip(made, results[count:], strict=True):

@@ -17,6 +17,7 @@ from tightship.errors import Enough, Infeasible, TightshipError, Unsupported
 from tightship.execute.binding import form_of
 from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel
+from tightship.execute.in_step import InStep
 from tightship.execute.interrupts import Updating
 from tightship.execute.parts import (
     Loop,
@@ -34,6 +35,7 @@ from tightship.frontends.torch import compat_ddp, compat_distributed
 from tightship.frontends.torch.capture.checks import check_hooks, check_model
 from tightship.frontends.torch.capture.expectations import Guesses, Misled, guessing
 from tightship.frontends.torch.capture.incremental import Ending
+from tightship.frontends.torch.capture.readings import Readings, reading, readings_of
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import capture_update
 from tightship.frontends.torch.fabric import modules_of_fabric, without_backward_checks
@@ -95,6 +97,7 @@ class TrainVariants(PlannedTogether):
         self._shared: list[torch.Tensor] = []
         alone = ranks is None and (independent or compat_distributed.world_size() == 1)
         self._guesses = Guesses() if alone and self._may_guess and not settings.strict else None
+        self._readings = Readings() if alone and self._may_guess and not settings.stream else None
 
     def take_over_ddp(self, ddp: Any) -> None:
         """From here on the DistributedDataParallel of the model evaluates, and this trains."""
@@ -349,21 +352,39 @@ class TrainVariants(PlannedTogether):
 
         return scaled
 
-    def _run_code(self, batch: Any, ending: Ending) -> tuple[Variant, list[Any], Asked]:
+    def _run_code(
+        self, batch: Any, ending: Ending, begun: InStep | None = None
+    ) -> tuple[Variant, list[Any], Asked]:
         """What the code of the step asks for on this batch, the tensors to run it on, and how results go together."""
-        variant, asked = self._settled(lambda: self._ask(batch, ending), batch, ending)
+        variant, asked = self._settled(lambda: self._ask(batch, ending, begun), batch, ending)
         return variant, variant.binding.tensors(tensor_leaves(batch), asked.constants), asked
 
-    def _ask(self, batch: Any, ending: Ending) -> Asked:
+    def _in_step(self, batch: Any, ending: Ending) -> InStep | None:
+        """What runs a planned step while its code looks at what it computes."""
+        if self._readings is None:
+            return None
+
+        def variant_of(trace: Any) -> Variant:
+            return next(v for v in self._fitting(ending) if any(t is trace for t in v.traces))
+
+        def renumber(variant: Variant, trace: Any, numbers: dict[int, tuple[Any, ...]]) -> None:
+            captured = with_numbers_at(trace.program, numbers)
+            assert captured is not None
+            variant.executor.change_numbers(self._renewed(variant, captured, numbers))
+
+        leaves = tensor_leaves(batch)
+        return InStep(self._readings, variant_of, renumber, self._put_away, leaves, self._updating)
+
+    def _ask(self, batch: Any, ending: Ending, begun: InStep | None = None) -> Asked:
         """What the code of the step asks for on this batch."""
         check_call()
         check_hooks((), self._owned.modules)
         kinds = [TensorLeaf.of(t) for t in tensor_leaves(batch)]
         traces = [t for v in self._fitting(ending) for t in v.traces if t.takes(kinds)]
         stage = nullcontext() if traces else self.settings.progress.stage("capturing")
-        with stage, guessing(self._guesses):
+        with stage, guessing(self._guesses), reading(self._readings):
             try:
-                return run_code(self._owned, self._loss(batch), ending, batch, traces)
+                return run_code(self._owned, self._loss(batch), ending, batch, traces, begun=begun)
             except TightshipError:
                 raise
             except Exception as error:
@@ -386,6 +407,10 @@ class TrainVariants(PlannedTogether):
         variant = self._known(asked, ending)
         if variant is None:
             assert asked.program is not None
+            if reads := readings_of(asked.program):
+                captured_each_time = any(c.repeats or c.state.saves for c in asked.trace.calls)
+                if captured_each_time or asked.program.apart:
+                    raise reads[0].refusal
             variant = self._new(asked.program, batch, ending)
             variant.remember(asked.trace)
         self._use(variant)
@@ -424,6 +449,13 @@ class TrainVariants(PlannedTogether):
         variant.traces = [asked.trace]
 
     def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
+        renewed = self._renewed(variant, captured, numbers)
+        variant.executor.change_numbers(renewed)
+        variant.program, variant.captured = renewed, captured
+
+    @staticmethod
+    def _renewed(variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> Program:
+        """The variant's program with the numbers of ``captured``."""
         if variant.changes:
             before, now = variant.captured, captured
             for change in variant.changes:
@@ -431,8 +463,7 @@ class TrainVariants(PlannedTogether):
             numbers = other_numbers(before, now) or {}
         renewed = with_numbers_at(variant.program, numbers)
         assert renewed is not None  # recomputations take the numbers of the captured program's
-        variant.executor.change_numbers(renewed)
-        variant.program, variant.captured = renewed, captured
+        return renewed
 
     def _new(self, program: Program, batch: Any, ending: Ending) -> Variant:
         self._check_new(batch, flatten(batch))

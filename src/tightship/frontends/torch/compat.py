@@ -36,6 +36,7 @@ require_torch()
 
 from torch._C import _current_autograd_node  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
+from torch._tensor_str import _add_suffixes  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn.modules import module as _module  # noqa: E402
 from torch.utils._device import DeviceContext  # noqa: E402
@@ -217,6 +218,28 @@ def without_modes() -> Iterator[None]:
     """Run on real tensors in the middle of a capture."""
     with _disable_current_modes():
         yield
+
+
+def graph_shown(tensor: torch.Tensor) -> str:
+    """What PyTorch calls the node that has made a tensor where it prints it; empty for one without."""
+    if not tensor.requires_grad or tensor.grad_fn is None:
+        return ""
+    kind = type(tensor.grad_fn).__name__
+    return tensor.grad_fn.name().rsplit("::", 1)[-1] if kind == "CppFunction" else kind
+
+
+def of_contents(func: Any, contents: torch.Tensor, args: Any, kwargs: Any, graph: str) -> Any:
+    """What ``func`` says of its first argument, a tensor without data whose ``contents`` these are; ``graph`` as
+    `graph_shown` has it."""
+    name, trained = getattr(func, "__name__", ""), args[0].requires_grad
+    if name in ("__repr__", "__str__") or (name == "__format__" and contents.dim()):
+        if not graph:
+            return repr(contents.detach().requires_grad_(trained))
+        return _add_suffixes(repr(contents)[:-1], [f"grad_fn=<{graph}>"], len("tensor("), False)
+    contents = contents.detach()
+    if trained and (contents.is_floating_point() or contents.is_complex()):
+        contents.requires_grad_()
+    return func(contents, *args[1:], **kwargs)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

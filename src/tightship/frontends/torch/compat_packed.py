@@ -12,10 +12,24 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tightship.errors import Unplannable
 from tightship.frontends.torch import eager_paths, scalar_lists
 from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere, patched
+
+_TOLIST = FakeTensor.tolist
+
+
+@contextmanager
+def lists_asked_for_whole(when: Callable[[], bool]) -> Iterator[None]:
+    """The code of a step asks stand-ins for all numbers at once, as it does tensors; theirs asks for one by one."""
+
+    def tolist(self: torch.Tensor) -> Any:
+        return torch.Tensor.tolist(self) if when() else _TOLIST(self)  # type: ignore[no-untyped-call]
+
+    with patched(FakeTensor, "tolist", tolist):
+        yield
 
 
 class DataReaders:
@@ -32,7 +46,7 @@ class DataReaders:
         if name == "_pad_packed_sequence":
             return lambda *args: _padded(self._contents, *args)
         if name == "tolist":  # stand-ins have one of their own, which `torch.Tensor.tolist(x)` passes by
-            return lambda tensor: tensor.tolist()
+            return lambda tensor: _TOLIST(tensor)
         if name == "ctc_loss":
             return _by_tensors(func)
         if name not in _PACKED and name != "tensor_split":

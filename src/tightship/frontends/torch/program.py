@@ -206,19 +206,28 @@ def evaluate(
 
     ``values`` are indexed by value and have a ``storage``; ``bases`` gives each storage's base value.
     """
+    records, wanted = list(records), list(wanted)
     held: dict[int, torch.Tensor] = {values[v].storage: t for v, t in tensors.items()}
     base = {values[v].storage: v for v in tensors} | {s: b for s, b in bases.items() if s not in held}
+    last = {values[v].storage: k for k, r in enumerate(records) for v in refs_in((r.args, r.kwargs))}
+    last |= dict.fromkeys((values[v].storage for v in wanted), len(records))
+    done: dict[int, list[int]] = {}
+    for s, k in last.items():
+        done.setdefault(k, []).append(s)
 
     def read(v: int) -> torch.Tensor:
         s = values[v].storage
         return derive(held[s], values[base[s]], values[v])
 
     with torch.no_grad():
-        for r in records:
+        for k, r in enumerate(records):
             out = r.fn(*substitute(r.args, read), **substitute(r.kwargs, read))
             for v, t in zip(r.results, flat(out), strict=True):
-                if v >= 0:
+                if v >= 0 and last.get(values[v].storage, -1) > k:
                     held[values[v].storage] = t
+            del out
+            for s in done.get(k, ()):
+                held.pop(s, None)
         return [read(v) for v in wanted]
 
 

@@ -26,6 +26,7 @@ from tightship.frontends.torch.capture.assertions import answer_without_error
 from tightship.frontends.torch.capture.expectations import Expectation, Question, guesses_now
 from tightship.frontends.torch.capture.known_truths import Reader, name_of
 from tightship.frontends.torch.capture.random_state import random_state_before
+from tightship.frontends.torch.capture.readings import READ, Read, Reading, readings_now
 from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape, TapeValue
 from tightship.frontends.torch.program import Ref, derive, evaluate, refs_in, substitute
 
@@ -130,6 +131,9 @@ _DRAWS = {
 
 _MASKS = (torch.bool, torch.uint8)
 
+_READ_WORK = 64
+"""How often, at most, a capture computes what its ops have made so far, for code that looks at it."""
+
 Tensors = Mapping[tuple[str, Any], torch.Tensor]
 
 
@@ -163,6 +167,17 @@ class Guard:
         return self._ask(tensors)
 
 
+@dataclass(frozen=True)
+class Shown(Guard):
+    """Contents that the step's code looks at, which each step may have others of; ``answer`` has them. ``graph`` as
+    in `Reading`."""
+
+    graph: str = ""
+
+    def holds(self, tensors: Tensors, other_numbers: Collection[int] = ()) -> bool:
+        return self.tells(other_numbers)
+
+
 _COUNTER = 64
 """Bytes of tensors that are kept once they are known."""
 
@@ -184,7 +199,11 @@ class Questions:
         self._counted: set[tuple[int, int]] = set()  # masks with a guard on how much they select
         self._counters: dict[tuple[int, int], _Counter] = {}  # by storage and how often it was written
         self._places: Counter[str] = Counter()  # of questions with answers that are taken for granted
-        self.guards: list[Guard] = []
+        self.guards: list[Any] = []
+        self.looks = False  # whether the code itself looks at what the call being made reads
+        self.told: torch.Tensor | None = None  # what it has been told then
+        self._readings = 0
+        self._read_work = 0
 
     def value(self, fn: Any, args: tuple[Any, ...], origin: Origin, phase: str) -> Any:
         """What ``fn`` returns to Python. Raises ``Unsupported`` where only the step itself can tell."""
@@ -203,8 +222,12 @@ class Questions:
             return self._expect(wanted, Expectation(raised, str(origin), raises=True), origin, phase)
         try:
             return self._ask(fn, wanted, lambda parts: fn(*parts), origin)
-        except Unplannable:
+        except Unplannable as no:
             check = self._guessed(fn, wanted, None if known is None else known.value, origin, phase)
+            if check is None and len(wanted) == 1:
+                contents = self._read(wanted[0], fn, origin, phase, no)
+                with compat.without_modes():
+                    return fn(contents)
             if check is None:
                 raise
         return self._expect(wanted, check, origin, phase)
@@ -235,6 +258,44 @@ class Questions:
         """What is in ``value``, guarded; raises as ``value``."""
         self._ask(fn, [value], lambda parts: (parts[0].dtype, parts[0].tolist()), origin)
         return self._contents(value, fn, origin)
+
+    def looked_at(self, value: int, fn: Any, origin: Origin, graph: str) -> torch.Tensor:
+        """What is in ``value``, for code that may find something else there in each step; raises as ``value``.
+        ``graph`` as in `Reading`."""
+        try:
+            whose = self._tape.storages[self._tape.storage(value)].role
+            untouched = bool(whose) and not self._reader.look().touching.get(self._tape.storage(value))
+            ask, asked, calls, _ = self._question(
+                [value], lambda parts: parts[0], fn, origin, trained=untouched
+            )
+        except Unplannable as no:
+            return self._read(value, fn, origin, "forward", no, graph)
+        with compat.without_modes():
+            contents: torch.Tensor = ask({key: self._tape.real[v] for v, key in asked.items()})
+        self.guards.append(Shown(tuple(asked.values()), None, f"{fn} · {origin}", ask, calls, graph=graph))
+        return contents
+
+    def _read(
+        self, value: int, fn: Any, origin: Origin, phase: str, no: Unplannable, graph: str = ""
+    ) -> torch.Tensor:
+        """What is in ``value``, which the step itself reads from now on. While it is captured, that is computed by
+        its ops up to here. Raises ``no`` where the code does not wait for that, or it would take too long."""
+        if not self.looks or phase != "forward" or readings_now() is None:
+            raise no
+        contents = self.told
+        if contents is None:
+            ask, asked, *_ = self._question([value], lambda parts: parts[0], fn, origin, trained=True)
+            self._read_work += len(self._tape.records)
+            if self._read_work > _READ_WORK * max(len(self._tape.records), _COUNTER):
+                raise no
+            with compat.without_modes():
+                contents = ask({key: self._tape.real[v] for v, key in asked.items()})
+        read = Read(str(origin), self._readings, no)
+        self._readings += 1
+        record = self._tape.call(read, READ, (value,), ())
+        record.effect, record.origin, record.phase = True, origin, phase
+        self.guards.append(Reading(read, graph))
+        return contents
 
     def samples(
         self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin
@@ -292,12 +353,19 @@ class Questions:
         return answer
 
     def _question(
-        self, wanted: list[int], finish: Callable[[Sequence[torch.Tensor]], Any], fn: Any, origin: Origin
+        self,
+        wanted: list[int],
+        finish: Callable[[Sequence[torch.Tensor]], Any],
+        fn: Any,
+        origin: Origin,
+        *,
+        trained: bool = False,
     ) -> tuple[Callable[[Tensors], Any], dict[int, tuple[str, Any]], frozenset[int], bool]:
         """What ``finish`` says of the values ``wanted``, as a function of the caller's tensors; which they are,
-        (role, key) by value; the calls that it follows from; and whether random numbers go into it."""
+        (role, key) by value; the calls that it follows from; and whether random numbers go into it. ``trained``:
+        also of what follows from parameters."""
         tape = self._tape
-        needed, sources, filled = self._slice(wanted, fn, origin)
+        needed, sources, filled = self._slice(wanted, fn, origin, trained=trained)
         drawn = any(r.random for r in needed)
         written = {s for r in needed for s in r.writes}
         for v, role, key in sources:
@@ -393,7 +461,7 @@ class Questions:
         return check.expected
 
     def _slice(
-        self, wanted: list[int], fn: Any, origin: Origin
+        self, wanted: list[int], fn: Any, origin: Origin, *, trained: bool = False
     ) -> tuple[list[Record], list[tuple[int, str, Any]], list[int]]:
         """The records that compute ``wanted``, the caller's slots they start from, and those slots whose contents
         they do not read, as all of them are filled before."""
@@ -431,7 +499,7 @@ class Questions:
             if tape.storage(v) not in begun:
                 filled.append(v)
                 continue
-            if role in ("parameter", "state") or v not in tape.real:
+            if (role in ("parameter", "state") and not trained) or v not in tape.real:
                 raise unsupported(fn, origin, f"its data comes from {role} {key}")
             sources.append((v, role, key))
         return self._with_draws(needed[::-1], fn, origin), sources, filled

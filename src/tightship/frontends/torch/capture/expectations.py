@@ -106,10 +106,11 @@ class Guesses:
         self._last: Question | None = None  # that the last step had another answer to
         self._proved = False  # whether all were right in a step since one was learnt
         self._balance = 2 * _RARE
+        self._given_up = False
 
     def answer(self, question: Question, likely: bool) -> bool | None:
-        """None beyond what is guessed at one place."""
-        if question.nth >= AGAIN:
+        """None beyond what is guessed at one place, and where nothing is guessed any more."""
+        if question.nth >= AGAIN or self._given_up:
             return None
         self.taken.add(question)
         return self._learnt.get(question, likely)
@@ -130,6 +131,14 @@ class Guesses:
             self._turns[no.question] = self._turns.get(no.question, 0) + 1
             self._last, self._proved, self._balance = None, False, self._balance + 2 * _RARE
         return again
+
+    def give_up(self) -> bool:
+        """From now on the code of the step waits for its answers; False where it has done so before."""
+        if self._given_up:
+            return False
+        self._given_up, self._balance = True, 2 * _RARE
+        self._turns.clear()
+        return True
 
     @property
     def hopeless(self) -> bool:

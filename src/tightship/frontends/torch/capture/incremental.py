@@ -112,6 +112,21 @@ class StepCapture(Capture):
         """The ops to come belong to the torch function's call of that number."""
         self.recorder.asked = number
 
+    @contextmanager
+    def looking(self, told: torch.Tensor | None) -> Iterator[None]:
+        """The code itself looks at what the call inside reads, which it has been ``told`` if this is made again."""
+        questions = self.recorder.questions
+        questions.looks, questions.told = True, told
+        try:
+            yield
+        finally:
+            questions.looks, questions.told = False, None
+
+    def contents(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is in a fake tensor, for code that looks at it."""
+        with compat.without_modes():
+            return self.recorder.looked_at(tensor)
+
     def write_back(self, buffer: torch.Tensor, now: torch.Tensor) -> None:
         """To be taken down behind the backward pass."""
         self._late.append((buffer, now))

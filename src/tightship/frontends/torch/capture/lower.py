@@ -13,6 +13,7 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.builder import UniqueNames
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.capture.readings import READ
 from tightship.frontends.torch.capture.tape import Record, Tape, TapeStorage, TapeValue
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, refs_in, substitute
 from tightship.graph import Graph, Op, Storage, Value
@@ -158,6 +159,7 @@ def finish(
     owned = _owned_values(tape, number)
     by_base = {values[0]: values for values in owned.values()}
     checks = [k for k, r in enumerate(records) if r.checks]
+    reads = [k for k, r in enumerate(records) if r.target == READ]
     ops = tuple(
         _op(
             r,
@@ -167,7 +169,7 @@ def finish(
             number,
             overwrites(tape, r),
             tape.on_cuda,
-            checks[: bisect_left(checks, k)] if _trains(tape, r) else (),
+            _earlier(tape, r, checks[: bisect_left(checks, k)], reads[: bisect_left(reads, k)]),
         )
         for k, (r, n, c) in enumerate(zip(records, names, calls, strict=True))
     )
@@ -268,6 +270,12 @@ def _trains(tape: Tape, r: Record) -> bool:
     """Whether it changes what is trained: not before the checks, which leave that as it was where they fail, as an
     error in eager's forward pass does."""
     return r.phase == "update" or any(tape.storages[s].role in _TRAINED for s in r.writes)
+
+
+def _earlier(tape: Tape, r: Record, checks: Sequence[int], reads: Sequence[int]) -> list[int]:
+    """What has to run before a record although no value says so. The code of the step has not asked for it before it
+    was told what the reading before it says."""
+    return sorted({*(checks if _trains(tape, r) else ()), *reads[-1:]})
 
 
 def _op(

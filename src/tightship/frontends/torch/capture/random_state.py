@@ -11,10 +11,25 @@ import torch
 from tightship.errors import Unplannable
 from tightship.frontends.torch import compat
 
-__all__ = ["drawn", "random_state_before", "random_state_watched", "set_torch_state", "torch_state"]
+__all__ = [
+    "drawn",
+    "random_state_before",
+    "random_state_is_ahead",
+    "random_state_watched",
+    "set_torch_state",
+    "torch_state",
+]
 
 _DRAWN: ContextVar[list[bytes] | None] = ContextVar("_DRAWN", default=None)
 """torch's random state before the first random op of stand-ins, and after the latest; empty before the first."""
+
+_AHEAD: ContextVar[bytes | None] = ContextVar("_AHEAD", default=None)
+"""torch's random state before the step, some of whose ops have run."""
+
+
+def random_state_is_ahead(before: bytes | None) -> None:
+    """Ops of the step have drawn while its code still runs; with None, no more."""
+    _AHEAD.set(before)
 
 
 @contextmanager
@@ -48,8 +63,9 @@ def drawn() -> None:
 def random_state_before() -> Iterator[None]:
     """Inside, torch's random state is that before the first random op of stand-ins; what is drawn leaves no trace."""
     with compat.random_states_kept(("cpu",)):
-        if states := _DRAWN.get():
-            set_torch_state(states[0])
+        states, ahead = _DRAWN.get(), _AHEAD.get()
+        if states or ahead is not None:
+            set_torch_state(states[0] if states else ahead or b"")
         yield
 
 

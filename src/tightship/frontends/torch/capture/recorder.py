@@ -26,6 +26,7 @@ from tightship.frontends.torch.refusals import told
 
 __all__ = ["Recorder"]
 
+_CONTENTS = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _EMPTY_LIKE, _EMPTY_PERMUTED = torch.ops.aten.empty_like.default, torch.ops.aten.empty_permuted.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -190,6 +191,12 @@ class Recorder(compat.TorchDispatchMode):
         """The data of a tensor on which the ops to come depend, read for ``fn`` and guarded."""
         origin = self._tracker.here()
         return self.questions.contents(self.tape.value(self.fake_of(tensor)), fn, origin)
+
+    def looked_at(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The data of a tensor that the step's code looks at."""
+        value = self.tape.value(self.fake_of(tensor))
+        graph = compat.graph_shown(tensor)
+        return self.questions.looked_at(value, _CONTENTS, self._tracker.here(), graph)
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor that may be a constant of the program."""

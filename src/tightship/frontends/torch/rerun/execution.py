@@ -48,6 +48,8 @@ class Capturing(Protocol):
     def write_back(self, buffer: torch.Tensor, now: torch.Tensor) -> None: ...
     def owned(self, constant: torch.Tensor) -> torch.Tensor: ...
     def set_data(self, own: torch.Tensor, data: torch.Tensor) -> None: ...
+    def looking(self, told: torch.Tensor | None) -> AbstractContextManager[None]: ...
+    def contents(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def adds_to(self, parameter: torch.Tensor | None = None) -> bool: ...
     def resume(self) -> None: ...
 
@@ -115,6 +117,14 @@ class Execution:
                 ) from error
             raise
         return map_tensors(self._seen, out)
+
+    def contents(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """What is in a tensor of the trace, for code that looks at it by ``func``."""
+        n = self.trace.index.get(id(tensor))
+        if n is None and (compat.is_fake(tensor) or compat.is_functorch(tensor)):
+            raise unknown(f"given to {name_of(func)}")
+        self.capture.asking(len(self.trace.calls))
+        return self.capture.contents(self.fakes[self.constant(tensor) if n is None else n])
 
     def _is_owned(self, tensor: torch.Tensor) -> bool:
         """Whether the caller has a tensor: a parameter, a buffer or a constant, for which a fake tensor stands from

@@ -87,7 +87,8 @@ class ExecutionState:
 class FunctionCall:
     """One call as the Python code made it. ``kind``: ``op`` has the recorded ``answer``; ``data`` makes a tensor of
     Python's data and is run in every step, ``now`` reads such a tensor or sets a mode, and is run, too; ``last`` is
-    `write_back`, which has its turn behind the backward pass, and ``hook`` is `add_hook`, which has it there.
+    `write_back`, which has its turn behind the backward pass, and ``hook`` is `add_hook`, which has it there;
+    ``read`` looks at contents, which the one of its ``guards`` says in each step.
 
     ``bound``: an argument is a constant, of which each step may bring another. ``first`` is the number of the first
     tensor that it made; ``guards`` are what its answer says of data. ``repeats``: Python code of the caller's runs
@@ -108,7 +109,10 @@ class FunctionCall:
 
     @property
     def reads_number(self) -> bool:
-        """Whether the answer is one number that data say, nothing else: another one is as good."""
+        """Whether the answer is a number that data say, or what is made of contents, nothing else: another one is as
+        good. One of yes or no is not: another path may follow."""
+        if self.kind == "read":
+            return type(self.answer) is not bool
         return type(self.answer) in (int, float) and len(self.guards) == 1 and not self.guards[0].requests
 
 

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ from tightship.frontends.torch import compat, compat_capture, compat_distributed
 from tightship.frontends.torch.capture.checks import check_replaced, checked_leaf
 from tightship.frontends.torch.capture.incremental import Ending, StepCapture
 from tightship.frontends.torch.capture.random_state import random_state_watched
+from tightship.frontends.torch.capture.readings import Reading
 from tightship.frontends.torch.capture.state_restore import Change, Leftovers, stand_ins_in
 from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.arguments import map_tensors, name_of
@@ -46,7 +47,26 @@ from tightship.frontends.torch.structure import (
     tensor_leaves,
 )
 
-__all__ = ["Asked", "Expired", "GradientHook", "Owned", "expire_kept", "run_code"]
+__all__ = ["Asked", "Begun", "Expired", "GradientHook", "Owned", "expire_kept", "run_code"]
+
+
+class Begun(Protocol):
+    """The planned step of a trace, some of whose ops run while the code that asks for them still does."""
+
+    def told(
+        self,
+        reading: Reading,
+        trace: FunctionTrace,
+        numbers: dict[int, tuple[Any, ...]],
+        constants: Sequence[Any],
+    ) -> torch.Tensor | None:
+        """What the step reads there, run up to there with these numbers, by op, and constants."""
+
+    def before(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One that holds what a tensor of the caller's held when the step began."""
+
+    def abort(self) -> None:
+        """All that its ops have changed is put back."""
 
 
 class Expired(torch.Tensor):
@@ -287,15 +307,15 @@ class Asked:
 
 def run_code(
     owned: Owned, loss_fn: LossFn, ending: Ending, batch: Any,
-    traces: Sequence[FunctionTrace], *, name: str = "step",
+    traces: Sequence[FunctionTrace], *, name: str = "step", begun: Begun | None = None,
 ) -> Asked:  # fmt: skip
     """Run ``loss_fn(model, batch)`` of ``owned.model`` on stand-ins, with its side effects; ``traces`` are those of
     earlier steps of the same ``ending`` that may be met again, the likeliest first. Nothing is computed, and nothing
-    drawn from torch's random state.
+    drawn from torch's random state, but what the code looks at: by ``begun``, or as it is captured.
 
     Raises as ``capture_step``, and whatever the code raises.
     """
-    code = _Code(owned, ending, batch, traces, name)
+    code = _Code(owned, ending, batch, traces, name, begun)
     kept: Kept = []
     try:
         with compat_capture.python_for_stand_ins(has_data=True), code.open():
@@ -310,7 +330,7 @@ def run_code(
     if code.ended is not None or _handed_back(asked.trace, kept):
         asked = code.completed(asked, kept)
     else:
-        asked = _handing_back(owned, ending, batch, asked, kept, name)
+        asked = _handing_back(owned, ending, batch, asked, kept, name, begun)
     for hook in code.hooks:
         if hook.keeps():
             raise Unplannable(
@@ -324,12 +344,14 @@ def _handed_back(trace: FunctionTrace, kept: Kept) -> bool:
     return all(n in trace.kept for n, _ in kept if n >= trace.inputs)
 
 
-def _handing_back(owned: Owned, ending: Ending, batch: Any, asked: Asked, kept: Kept, name: str) -> Asked:
+def _handing_back(
+    owned: Owned, ending: Ending, batch: Any, asked: Asked, kept: Kept, name: str, begun: Begun | None
+) -> Asked:
     """``asked`` with a program that also hands back what is ``kept``: a trace of the same calls, captured without
     running the code once more."""
     trace = asked.trace
     also = {*trace.kept, *(n for n, _ in kept if n >= trace.inputs)}
-    code = _Code(owned, ending, batch, [trace], name)
+    code = _Code(owned, ending, batch, [trace], name, begun)
     try:
         with compat_capture.python_for_stand_ins(has_data=True), code.open():
             rerun = code.rerun
@@ -345,8 +367,10 @@ def _handing_back(owned: Owned, ending: Ending, batch: Any, asked: Asked, kept: 
 
 class _Code:
     def __init__(
-        self, owned: Owned, ending: Ending, batch: Any, traces: Sequence[FunctionTrace], name: str
-    ) -> None:
+        self, owned: Owned, ending: Ending, batch: Any, traces: Sequence[FunctionTrace], name: str,
+        begun: Begun | None = None,
+    ) -> None:  # fmt: skip
+        self.begun = begun
         self.owned, self.model, self.ending = owned, owned.model, ending
         self.batch, self.traces, self.name = batch, traces, name
         self.leaves = tensor_leaves(batch)
@@ -374,7 +398,7 @@ class _Code:
     def open(self) -> Iterator[None]:
         cleaned = False
         with self.stack:
-            self.rerun = Rerun(self.traces, self.start, self.stand_ins, self.read)
+            self.rerun = Rerun(self.traces, self.start, self.stand_ins, self.read, self.tell)
             self.shown = self.rerun.shown
             try:
                 yield
@@ -384,6 +408,8 @@ class _Code:
                     self.clean()
 
     def start(self) -> StepCapture:
+        if self.begun is not None:
+            self.begun.abort()
         self.owned.before_capture()
         capture = StepCapture(self.model, self.batch, self.name, self.ending)
         if not self.has_run:
@@ -402,10 +428,30 @@ class _Code:
     def read(self, trace: FunctionTrace, bound: Mapping[int, torch.Tensor]) -> dict[tuple[str, Any], Any]:
         """The caller's tensors by role and key, as guards know them."""
         found: dict[tuple[str, Any], Any] = {("buffer", n): b for n, b in self.owned.buffers.items()}
+        found |= {("parameter", n): p for n, p in self.owned.parameters}
         found |= {("input", k): x for k, x in enumerate(self.leaves)}
         for k, c in enumerate(trace.program.constants if trace.program is not None else ()):
             found["constant", k] = bound.get(trace.index.get(id(c), -1), c)
-        return found
+        if self.begun is None:
+            return found
+        return {k: self.begun.before(t) if isinstance(t, torch.Tensor) else t for k, t in found.items()}
+
+    def tell(self, reading: Reading) -> torch.Tensor | None:
+        """What the step says that the code so far has asked for; None where it cannot be run for that."""
+        rerun, trace = self.rerun, self.rerun.trace
+        if self.begun is None or trace.repeats:
+            return None
+        numbers: dict[int, tuple[Any, ...]] | None = {}
+        if rerun.actual:
+            numbers = trace.renumbering.changes(trace.program, trace, rerun.actual, rerun.number)
+        if numbers is None or with_numbers_at(trace.program, numbers) is None:
+            return None
+        return self.begun.told(reading, trace, numbers, self.constants())
+
+    def constants(self) -> list[Any]:
+        """Those of this step by the index of the program's."""
+        rerun, trace = self.rerun, self.rerun.trace
+        return [rerun.bound.get(trace.index.get(id(c), -1), c) for c in trace.program.constants]
 
     # --- around the code ---
 
@@ -513,9 +559,10 @@ class _Code:
 
         spec = Results(map_leaves(leaf, out))
         if rerun.execution is None:
-            constants = [rerun.bound.get(trace.index.get(id(c), -1), c) for c in trace.program.constants]
             numbers_of = new_numbers or {}
-            return Asked(trace, None, spec, tuple(constants), rerun.bound, numbers_of, placed=self.placed)
+            return Asked(
+                trace, None, spec, tuple(self.constants()), rerun.bound, numbers_of, placed=self.placed
+            )
         capture = self.captures[-1]
         rerun.execution.check_frozen()
         fakes = rerun.execution.fakes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tightship.errors import TightshipError, Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_calls, compat_capture
+from tightship.frontends.torch import compat, compat_calls, compat_capture, compat_packed
+from tightship.frontends.torch.capture.readings import Reading, readings_now
 from tightship.frontends.torch.capture.tape import Origin
 from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.refusals import heeded, told
@@ -57,6 +59,8 @@ READS = {
 """Functions that hand contents to Python: of tensors that the step does not write, they are run in every step."""
 
 SHOWN = {"__repr__", "__format__", "__str__", "numpy", "__array__", "data_ptr", "__dlpack__"}
+_CONTENTS = {"tolist", "numpy", "__array__", "__repr__", "__str__", "__format__"}
+"""Of these, functions that are given copies of contents in the place of tensors without any."""
 _OF_GRADIENTS = ("grad.__get__", "grad.__set__", "backward")
 _SETTERS = {"grad.__set__", "set_", "resize_"}
 
@@ -66,29 +70,33 @@ class _Differs(Exception):
 
 
 Read = Callable[[FunctionTrace, Mapping[int, torch.Tensor]], Any]
+Tell = Callable[[Reading], torch.Tensor | None]
 
 
 class Rerun(TorchFunctionMode):
     """One run of the Python code of a step, by ``run``.
 
     ``candidates`` are traces of earlier runs, the likeliest first; ``start`` makes a capture where none of them fits.
-    ``batch_of`` puts a trace's stand-ins in the batch's place, ``read`` gives the caller's own tensors to guards.
+    ``batch_of`` puts a trace's stand-ins in the batch's place, ``read`` gives the caller's own tensors to guards, and
+    ``tell`` what a reading of the trace says, for which its step has to run; None where it does not.
 
     Afterwards ``trace`` is what was followed or written. ``execution`` is there where something had to be captured;
     ``actual`` holds the arguments of calls with other numbers, ``answers`` the other numbers that data gave with what
-    their guards say, ``bound`` the constants of this step by number.
+    their guards say, ``told`` the contents that it has looked at, ``bound`` the constants of this step by number.
     """
 
     def __init__(
         self, candidates: Sequence[FunctionTrace], start: Callable[[], Capturing],
-        batch_of: Callable[[FunctionTrace], Any], read: Read,
+        batch_of: Callable[[FunctionTrace], Any], read: Read, tell: Tell = lambda _: None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.candidates, self._start, self._batch_of, self._read = candidates, start, batch_of, read
+        self._tell = tell
         self.trace = candidates[0] if candidates else FunctionTrace()
         self.execution = None if candidates else Execution(start(), self.trace)
         self.actual: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
         self.answers: dict[int, tuple[Any, Any]] = {}
+        self.told: dict[int, torch.Tensor] = {}
         self.bound: dict[int, torch.Tensor] = {}
         self._at = 0
         self._inside = False
@@ -105,7 +113,8 @@ class Rerun(TorchFunctionMode):
         batch = self._batch_of(self.trace) if self.execution is None else self.execution.capture.stand_ins
         grad = torch.is_grad_enabled()
         try:
-            with heeded(), compat_calls.calls_seen(self.special), self:
+            whole = compat_packed.lists_asked_for_whole(self._may_look)
+            with heeded(), compat_calls.calls_seen(self.special), whole, self:
                 return code(batch)
         except BaseException:
             torch.set_grad_enabled(grad)  # whatever failed may have failed in no_grad's exit, too
@@ -116,8 +125,8 @@ class Rerun(TorchFunctionMode):
         other results, is not what was followed."""
         if any(_bytes_of(t) != then for t, then in self._watched):
             raise Unsupported(
-                "changing an array of which a step has made a tensor", "its ops run when its code has run",
-                "make the tensor by torch.tensor, which copies",
+                "changing an array that is also a tensor's in a step", "its ops run apart from its code",
+                "make the tensor by torch.tensor, or the array by numpy().copy(), which copy",
             )  # fmt: skip
         if self.execution is None and self._at < len(self.trace.calls):
             ended = [c for c in self.candidates if len(c.calls) == self._at and self._leads_here(c)]
@@ -216,7 +225,13 @@ class Rerun(TorchFunctionMode):
             raise _Differs
         if state.saves or compat_capture.saving_hooks():  # only running them tells what they do
             raise _Differs
-        if call.reads_number:
+        if call.kind == "read":
+            inside, self._inside = self._inside, True  # what runs for it belongs to no trace
+            try:
+                answer = self._looked_again(call, func, args, kwargs)
+            finally:
+                self._inside = inside
+        elif call.reads_number:
             answer = self._number(call)
         elif call.guards and (self._at in self.actual or not self._holds(call.guards)):
             raise _Differs
@@ -254,9 +269,33 @@ class Rerun(TorchFunctionMode):
             self._bind(call.first, answer)
         return answer
 
-    def _watch(self, tensor: torch.Tensor) -> None:
+    def _looked_again(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the code's look at contents says now."""
+        (guard,) = call.guards
+        if self._at not in self.told:
+            if isinstance(guard, Reading):
+                contents = self._tell(guard)
+            else:
+                contents = (
+                    guard.answer(self._read(self.trace, self.bound)) if guard.tells(self.actual) else None
+                )
+            if contents is None:
+                raise _Differs
+            self.told[self._at] = contents
+        answer = self._shown(func, self.told[self._at], args, kwargs, guard.graph)
+        if type(answer) is bool and answer is not call.answer:
+            raise _Differs
+        return answer
+
+    def _shown(self, func: Any, contents: torch.Tensor, args: Any, kwargs: Any, graph: str) -> Any:
+        """The answer of a function that looks at contents."""
+        if name_of(func) in ("numpy", "__array__"):
+            self._watch(contents, whatever=True)
+        return compat.of_contents(func, contents, args, kwargs, graph)
+
+    def _watch(self, tensor: torch.Tensor, *, whatever: bool = False) -> None:
         """Ops run when the code has run: what it changes behind torch's back meanwhile, they would find changed."""
-        if tensor.layout is torch.strided and compat.is_foreign_memory(tensor):
+        if tensor.layout is torch.strided and (whatever or compat.is_foreign_memory(tensor)):
             self._watched_bytes += tensor.numel() * tensor.element_size()
             if self._watched_bytes <= _WATCHED:
                 self._watched.append((tensor, _bytes_of(tensor)))
@@ -350,7 +389,7 @@ class Rerun(TorchFunctionMode):
             compared.alike((a.args, a.kwargs), (b.args, b.kwargs), other.index.get)
             if compared.differs and k not in self.actual:
                 self.actual[k] = (a.func, a.args, a.kwargs)
-            if a.reads_number and b.reads_number:
+            if a.kind != "read" and a.reads_number and b.reads_number:
                 self.answers[k] = self.answers.get(k, (a.answer, a.guards[0].expected))
         self._others |= {id(t): n for n, t in enumerate(known.tensors[: self._seen_so_far()])}
         self._held.append(known)
@@ -386,7 +425,8 @@ class Rerun(TorchFunctionMode):
                 states.set(call.state)
                 if k in self.answers:
                     call = replace(call, answer=self.answers[k][0])
-                self._again(trace, new, call, *self.actual.get(k, (call.func, call.args, call.kwargs)))
+                asked = self.actual.get(k, (call.func, call.args, call.kwargs))
+                self._again(trace, new, call, *asked, told=self.told.get(k))
         self.execution.capture.place(None)
         seen = {id(t): n for n, t in enumerate(known.tensors) if compat.is_fake(t)}
         self._others = {key: new[n] for key, n in {**self._others, **seen}.items() if n in new}
@@ -394,12 +434,13 @@ class Rerun(TorchFunctionMode):
         self._held.append(known)
         self.trace = trace
         self.shown.append(trace)
-        self.actual, self.answers, self.bound = {}, {}, {}
+        self.actual, self.answers, self.bound, self.told = {}, {}, {}, {}
         return new
 
     def _again(
-        self, trace: FunctionTrace, new: dict[int, int], call: FunctionCall, func: Any, args: Any, kwargs: Any
-    ) -> None:
+        self, trace: FunctionTrace, new: dict[int, int], call: FunctionCall, func: Any, args: Any, kwargs: Any,
+        *, told: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Makes a call of the known trace; ``new`` are the numbers of its tensors in the new one."""
         execution = self.execution
         assert execution is not None
@@ -426,10 +467,12 @@ class Rerun(TorchFunctionMode):
             execution.write_back(*args)
         elif call.kind == "hook":
             execution.add_hook(*args)
-        elif call.kind == "op":
+        elif call.kind in ("op", "read"):
             execution.capture.place(call.origin)
             self._note_constants(trace, args, kwargs)
-            answer = execution.call(func, args, kwargs)
+            answer, _ = self._made(func, args, kwargs, told)
+            if call.kind == "read":
+                call = replace(call, answer=answer)
         made, before = list(tensors_in(answer)), list(tensors_in(call.answer))
         if not same_plain(answer, call.answer) or len(made) != len(before):
             raise Unsupported(
@@ -471,10 +514,36 @@ class Rerun(TorchFunctionMode):
         else:
             self._check(name, args, kwargs, origin)
             self._note_constants(trace, args, kwargs)
-            answer = execution.call(func, args, kwargs)
+            answer, looked = self._made(func, args, kwargs)
             kind = "op" if tensors or next(tensors_in(answer), None) is not None else "now"
+            kind = "read" if looked else kind
         self._write_down(trace, kind, func, args, kwargs, answer, state, origin, first, guards)
         return list(answer) if type(answer) is list else answer
+
+    def _made(self, func: Any, args: Any, kwargs: Any, told: torch.Tensor | None = None) -> tuple[Any, bool]:
+        """The answer of a call made on fake tensors, and whether the code looks at contents by it, which it has been
+        ``told`` if it is made again."""
+        execution, name = self.execution, name_of(func)
+        assert execution is not None
+        capture = execution.capture
+        guards = len(capture.guards)
+        with capture.looking(told) if name in READS and len(list(tensors_in(args))) == 1 else nullcontext():
+            if self._can_look(name, args):
+                contents = execution.contents(func, args[0])
+                return self._shown(func, contents, args, kwargs, capture.guards[-1].graph), True
+            answer = execution.call(func, args, kwargs)
+        new = capture.guards[guards:]
+        return answer, len(new) == 1 and isinstance(new[0], Reading)
+
+    def _may_look(self) -> bool:
+        """Whether the code itself is running, and may look at what it computes."""
+        return readings_now() is not None and not self._inside and threading.get_ident() == self._thread
+
+    def _can_look(self, name: str, args: Any) -> bool:
+        """Whether a function that needs contents can be given copies of them."""
+        if name not in _CONTENTS or not args or readings_now() is None:
+            return False
+        return compat.is_fake(args[0]) or type(args[0]) is torch.Tensor
 
     def _write_down(
         self, trace: FunctionTrace, kind: str, func: Any, args: Any, kwargs: Any, answer: Any,
@@ -510,7 +579,7 @@ class Rerun(TorchFunctionMode):
 
     def _check(self, name: str, args: Any, kwargs: Any, origin: Origin) -> None:
         """Refuses what capture cannot do as eager would."""
-        if name in SHOWN:
+        if name in SHOWN and not self._can_look(name, args):
             raise Unplannable(
                 f"{name} of a tensor in a step at {origin}", "its contents are there only when the step has run",
                 "hand the tensor back as a result and look at it there",

@@ -1,0 +1,119 @@
+"""What a step's code looks at of what only the step itself computes: ``loss.item()`` for a log, ``f"{loss:.3f}"``.
+
+The program has an op that reads it, before everything that the code has not asked for by then. A planned step runs up
+to that op when its code asks, and goes on when the code has run to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tightship.errors import Unplannable
+from tightship.frontends.torch.program import Program
+
+__all__ = ["READ", "Read", "Reading", "Readings", "reading", "readings_now", "readings_of"]
+
+READ = "read"
+"""Target of ops that hand what a tensor holds to the code of the step."""
+
+_RARE, _AT_FIRST = 4, 3
+"""Of so many steps one may take a path that none before has taken, by what its code has read; so many at first."""
+
+
+class Read:
+    """The op: ``said`` is a copy of what it was last given, in no memory of torch's. ``refusal`` is what to raise
+    where code must not look at it after all."""
+
+    def __init__(self, place: str, nth: int, no: Unplannable) -> None:
+        self.place, self.nth = place, nth
+        self.refusal = Unplannable(
+            no.what, no.why, no.instead
+        )  # its traceback would keep what the code has held
+        self.said: torch.Tensor | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.said = _copied(tensor)
+
+    def __repr__(self) -> str:  # by which programs are compared
+        return f"reading {self.nth} at {self.place}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Stands among the guards of a call that the program's op ``read`` answers. ``graph``: the node that has made
+    what it reads, as it is printed."""
+
+    read: Read
+    graph: str = ""
+    sources: tuple[tuple[str, Any], ...] = ()
+    expected: Any = None
+    calls: frozenset[int] = frozenset()
+    requests: bool = False
+
+    @property
+    def place(self) -> str:
+        return self.read.place
+
+    def holds(self, tensors: Any, other_numbers: Collection[int] = ()) -> bool:
+        """What it says is asked of the step that runs."""
+        return True
+
+
+class Readings:
+    """How often the steps of one training loop take another path by what their code has read; ``refusal`` says where
+    the last one did."""
+
+    refusal: Unplannable
+
+    def __init__(self) -> None:
+        self._balance = _AT_FIRST * _RARE
+
+    def followed(self) -> None:
+        self._balance = min(self._balance + 1, _AT_FIRST * _RARE)
+
+    def took_another_path(self, after: Read) -> None:
+        self._balance -= _RARE
+        self.refusal = after.refusal
+
+    @property
+    def hopeless(self) -> bool:
+        return self._balance < 0
+
+
+_READINGS: ContextVar[Readings | None] = ContextVar("readings", default=None)
+
+
+@contextmanager
+def reading(readings: Readings | None) -> Iterator[None]:
+    """Code of steps captured inside may look at what they compute; with None, it may not."""
+    token = _READINGS.set(readings)
+    try:
+        yield
+    finally:
+        _READINGS.reset(token)
+
+
+def readings_now() -> Readings | None:
+    return _READINGS.get()
+
+
+def readings_of(program: Program) -> list[Read]:
+    return [c.fn for c in program.calls if isinstance(c.fn, Read)]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Made without asking torch's allocator of the tensor's device."""
+    tensor = tensor.detach()
+    if not tensor.is_cpu:
+        return tensor.cpu()
+    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    known = tensor.dtype.is_complex or plain is None
+    bits = np.array((tensor if known else tensor.view(plain)).numpy(), copy=True)
+    return torch.from_numpy(bits) if known else torch.from_numpy(bits).view(tensor.dtype)
