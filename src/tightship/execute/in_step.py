@@ -34,7 +34,7 @@ class _Run:
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]]
     states: list[tuple[Any, torch.Tensor]]
     latest: Read
-    said: dict[int, torch.Tensor] = field(default_factory=dict)
+    said: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def put_back(self) -> None:
         with torch.no_grad(), compat.without_modes():
@@ -65,7 +65,7 @@ class InStep:
         trace: FunctionTrace,
         numbers: dict[int, tuple[Any, ...]],
         constants: Sequence[Any],
-    ) -> torch.Tensor | None:
+    ) -> tuple[torch.Tensor, ...] | None:
         variant = self._variant_of(trace)
         if self._run is not None and self._run.variant is not variant:
             self.put_back()
@@ -85,8 +85,7 @@ class InStep:
                 return None
             except TightshipError as no:
                 raise told(no) from None
-            assert read.said is not None
-            run.said[read.nth], read.said = read.said, None
+            run.said[read.nth], read.said = read.said, ()
         return run.said[nth]
 
     def before(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -201,7 +201,7 @@ class Questions:
         self._places: Counter[str] = Counter()  # of questions with answers that are taken for granted
         self.guards: list[Any] = []
         self.looks = False  # whether the code itself looks at what the call being made reads
-        self.told: torch.Tensor | None = None  # what it has been told then
+        self.told: Iterator[Sequence[torch.Tensor]] = iter(())  # what it has been told then
         self._readings = 0
         self._read_work = 0
 
@@ -224,12 +224,8 @@ class Questions:
             return self._ask(fn, wanted, lambda parts: fn(*parts), origin)
         except Unplannable as no:
             check = self._guessed(fn, wanted, None if known is None else known.value, origin, phase)
-            if check is None and len(wanted) == 1:
-                contents = self._read(wanted[0], fn, origin, phase, no)
-                with compat.without_modes():
-                    return fn(contents)
             if check is None:
-                raise
+                return self._read(wanted, lambda parts: fn(*parts), fn, origin, phase, no)[1]
         return self._expect(wanted, check, origin, phase)
 
     def shapes(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
@@ -269,33 +265,38 @@ class Questions:
                 [value], lambda parts: parts[0], fn, origin, trained=untouched
             )
         except Unplannable as no:
-            return self._read(value, fn, origin, "forward", no, graph)
+            return self._read([value], len, fn, origin, "forward", no, graph=graph)[0][0]
         with compat.without_modes():
             contents: torch.Tensor = ask({key: self._tape.real[v] for v, key in asked.items()})
         self.guards.append(Shown(tuple(asked.values()), None, f"{fn} · {origin}", ask, calls, graph=graph))
         return contents
 
     def _read(
-        self, value: int, fn: Any, origin: Origin, phase: str, no: Unplannable, graph: str = ""
-    ) -> torch.Tensor:
-        """What is in ``value``, which the step itself reads from now on. While it is captured, that is computed by
-        its ops up to here. Raises ``no`` where the code does not wait for that, or it would take too long."""
+        self, wanted: Sequence[int], finish: Callable[[Sequence[torch.Tensor]], Any], fn: Any, origin: Origin,
+        phase: str, no: Unplannable, *, graph: str = "",
+    ) -> tuple[Sequence[torch.Tensor], Any]:  # fmt: skip
+        """What is in values, which the step itself reads from now on, and what ``finish`` says of it. While it is
+        captured, that is computed by its ops up to here. Raises ``no`` where the code does not wait for that, or it
+        would take too long."""
         if not self.looks or phase != "forward" or readings_now() is None:
             raise no
-        contents = self.told
-        if contents is None:
-            ask, asked, *_ = self._question([value], lambda parts: parts[0], fn, origin, trained=True)
-            self._read_work += len(self._tape.records)
-            if self._read_work > _READ_WORK * max(len(self._tape.records), _COUNTER):
-                raise no
-            with compat.without_modes():
+        contents = next(self.told, None)
+        with compat.without_modes():
+            if contents is None:
+                wanted = list(wanted)
+                ask, asked, *_ = self._question(wanted, tuple, fn, origin, trained=True)
+                self._read_work += len(self._tape.records)
+                if self._read_work > _READ_WORK * max(len(self._tape.records), _COUNTER):
+                    raise no
                 contents = ask({key: self._tape.real[v] for v, key in asked.items()})
+            said = finish(contents)
         read = Read(str(origin), self._readings, no)
         self._readings += 1
-        record = self._tape.call(read, READ, (value,), ())
+        record = self._tape.call(read, READ, tuple(wanted), ())
         record.effect, record.origin, record.phase = True, origin, phase
-        self.guards.append(Reading(read, graph))
-        return contents
+        self.guards.append(Reading(read, finish, said, graph))
+        self._known |= {self._key(v): c for v, c in zip(wanted, contents, strict=True)}
+        return contents, said
 
     def samples(
         self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin

@@ -113,14 +113,14 @@ class StepCapture(Capture):
         self.recorder.asked = number
 
     @contextmanager
-    def looking(self, told: torch.Tensor | None) -> Iterator[None]:
+    def looking(self, told: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
         """The code itself looks at what the call inside reads, which it has been ``told`` if this is made again."""
         questions = self.recorder.questions
-        questions.looks, questions.told = True, told
+        questions.looks, questions.told = True, iter(told)
         try:
             yield
         finally:
-            questions.looks, questions.told = False, None
+            questions.looks, questions.told = False, iter(())
 
     def contents(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is in a fake tensor, for code that looks at it."""

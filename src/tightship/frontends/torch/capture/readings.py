@@ -6,7 +6,7 @@ to that op when its code asks, and goes on when the code has run to its end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,12 +23,13 @@ __all__ = ["READ", "Read", "Reading", "Readings", "reading", "readings_now", "re
 READ = "read"
 """Target of ops that hand what a tensor holds to the code of the step."""
 
-_RARE, _AT_FIRST = 4, 3
-"""Of so many steps one may take a path that none before has taken, by what its code has read; so many at first."""
+_RARE = 4
+"""Of so many steps one may take a path that none before has taken, by what its code has read."""
+_AT_FIRST = 3 * _RARE
 
 
 class Read:
-    """The op: ``said`` is a copy of what it was last given, in no memory of torch's. ``refusal`` is what to raise
+    """The op: ``said`` are copies of what it was last given, in no memory of torch's. ``refusal`` is what to raise
     where code must not look at it after all."""
 
     def __init__(self, place: str, nth: int, no: Unplannable) -> None:
@@ -36,10 +37,10 @@ class Read:
         self.refusal = Unplannable(
             no.what, no.why, no.instead
         )  # its traceback would keep what the code has held
-        self.said: torch.Tensor | None = None
+        self.said: tuple[torch.Tensor, ...] = ()
 
-    def __call__(self, tensor: torch.Tensor) -> None:
-        self.said = _copied(tensor)
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        self.said = tuple([_copied(t) for t in tensors])
 
     def __repr__(self) -> str:  # by which programs are compared
         return f"reading {self.nth} at {self.place}"
@@ -47,13 +48,15 @@ class Read:
 
 @dataclass(frozen=True)
 class Reading:
-    """Stands among the guards of a call that the program's op ``read`` answers. ``graph``: the node that has made
-    what it reads, as it is printed."""
+    """Stands among the guards of a call for which the program's op ``read`` reads contents, of which ``finish`` says
+    what the call depends on, ``expected`` when it was captured. ``graph``: the node that has made what is read, as it
+    is printed."""
 
     read: Read
+    finish: Callable[[Sequence[torch.Tensor]], Any]
+    expected: Any
     graph: str = ""
     sources: tuple[tuple[str, Any], ...] = ()
-    expected: Any = None
     calls: frozenset[int] = frozenset()
     requests: bool = False
 
@@ -73,10 +76,10 @@ class Readings:
     refusal: Unplannable
 
     def __init__(self) -> None:
-        self._balance = _AT_FIRST * _RARE
+        self._balance = _AT_FIRST
 
     def followed(self) -> None:
-        self._balance = min(self._balance + 1, _AT_FIRST * _RARE)
+        self._balance = min(self._balance + 1, _AT_FIRST)
 
     def took_another_path(self, after: Read) -> None:
         self._balance -= _RARE

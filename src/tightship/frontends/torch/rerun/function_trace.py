@@ -17,6 +17,7 @@ import torch
 from tightship.cached import cached_property
 from tightship.errors import Unplannable
 from tightship.frontends.torch import compat, compat_calls, compat_capture
+from tightship.frontends.torch.capture.readings import Reading
 from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.rerun.arguments import Arguments, map_tensors, same_plain
 from tightship.process_local import NotCopied
@@ -114,6 +115,11 @@ class FunctionCall:
         if self.kind == "read":
             return type(self.answer) is not bool
         return type(self.answer) in (int, float) and len(self.guards) == 1 and not self.guards[0].requests
+
+    @property
+    def read(self) -> list[Any]:
+        """What it depends on of what the step computes."""
+        return [g.expected for g in self.guards if isinstance(g, Reading)]
 
 
 def add_hook(parameter: torch.Tensor, hook: Any) -> None:
@@ -230,6 +236,8 @@ class FunctionTrace(NotCopied):
             if [self.index[id(t)] for t in tensors_in(a.answer)] != [
                 there(id(t)) for t in tensors_in(b.answer)
             ] or not (same_plain(a.answer, b.answer) or (a.reads_number and b.reads_number)):
+                return k
+            if a.kind != "read" and a.read != b.read:
                 return k
         return min(len(self.calls), len(other.calls))
 

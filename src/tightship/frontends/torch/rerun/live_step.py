@@ -59,7 +59,7 @@ class Begun(Protocol):
         trace: FunctionTrace,
         numbers: dict[int, tuple[Any, ...]],
         constants: Sequence[Any],
-    ) -> torch.Tensor | None:
+    ) -> Sequence[torch.Tensor] | None:
         """What the step reads there, run up to there with these numbers, by op, and constants."""
 
     def before(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -436,7 +436,7 @@ class _Code:
             return found
         return {k: self.begun.before(t) if isinstance(t, torch.Tensor) else t for k, t in found.items()}
 
-    def tell(self, reading: Reading) -> torch.Tensor | None:
+    def tell(self, reading: Reading) -> Sequence[torch.Tensor] | None:
         """What the step says that the code so far has asked for; None where it cannot be run for that."""
         rerun, trace = self.rerun, self.rerun.trace
         if self.begun is None or trace.repeats:

@@ -70,7 +70,8 @@ class _Differs(Exception):
 
 
 Read = Callable[[FunctionTrace, Mapping[int, torch.Tensor]], Any]
-Tell = Callable[[Reading], torch.Tensor | None]
+Contents = Sequence[torch.Tensor]
+Tell = Callable[[Reading], Contents | None]
 
 
 class Rerun(TorchFunctionMode):
@@ -96,7 +97,7 @@ class Rerun(TorchFunctionMode):
         self.execution = None if candidates else Execution(start(), self.trace)
         self.actual: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
         self.answers: dict[int, tuple[Any, Any]] = {}
-        self.told: dict[int, torch.Tensor] = {}
+        self.told: dict[int, list[Contents]] = {}
         self.bound: dict[int, torch.Tensor] = {}
         self._at = 0
         self._inside = False
@@ -233,7 +234,9 @@ class Rerun(TorchFunctionMode):
                 self._inside = inside
         elif call.reads_number:
             answer = self._number(call)
-        elif call.guards and (self._at in self.actual or not self._holds(call.guards)):
+        elif call.guards and not (
+            self._at not in self.actual and self._holds(call.guards) and self._reads_the_same(call)
+        ):
             raise _Differs
         else:
             answer = self._answer(call, func, args, kwargs)
@@ -272,20 +275,40 @@ class Rerun(TorchFunctionMode):
     def _looked_again(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
         """What the code's look at contents says now."""
         (guard,) = call.guards
-        if self._at not in self.told:
-            if isinstance(guard, Reading):
-                contents = self._tell(guard)
-            else:
-                contents = (
-                    guard.answer(self._read(self.trace, self.bound)) if guard.tells(self.actual) else None
-                )
-            if contents is None:
-                raise _Differs
-            self.told[self._at] = contents
-        answer = self._shown(func, self.told[self._at], args, kwargs, guard.graph)
+        contents = self._contents(0, guard)
+        if contents is None:
+            raise _Differs
+        answer = self._shown(func, contents[0], args, kwargs, guard.graph)
         if type(answer) is bool and answer is not call.answer:
             raise _Differs
         return answer
+
+    def _contents(self, nth: int, guard: Any) -> Contents | None:
+        """What the call being made looks at, ``nth`` in it; None where its step cannot be run for that."""
+        known = self.told.setdefault(self._at, [])
+        if nth == len(known):
+            if isinstance(guard, Reading):
+                contents = self._tell(guard)
+            elif guard.tells(self.actual):
+                contents = (guard.answer(self._read(self.trace, self.bound)),)
+            else:
+                contents = None
+            if contents is None:
+                return None
+            known.append(contents)
+        return known[nth]
+
+    def _reads_the_same(self, call: FunctionCall) -> bool:
+        """Whether what a call depends on of what the step computes is as it was when it was captured."""
+        inside, self._inside = self._inside, True
+        try:
+            for n, guard in enumerate(g for g in call.guards if isinstance(g, Reading)):
+                contents = self._contents(n, guard)
+                if contents is None or guard.finish(contents) != guard.expected:
+                    return False
+            return True
+        finally:
+            self._inside = inside
 
     def _shown(self, func: Any, contents: torch.Tensor, args: Any, kwargs: Any, graph: str) -> Any:
         """The answer of a function that looks at contents."""
@@ -426,7 +449,7 @@ class Rerun(TorchFunctionMode):
                 if k in self.answers:
                     call = replace(call, answer=self.answers[k][0])
                 asked = self.actual.get(k, (call.func, call.args, call.kwargs))
-                self._again(trace, new, call, *asked, told=self.told.get(k))
+                self._again(trace, new, call, *asked, told=self.told.get(k, ()))
         self.execution.capture.place(None)
         seen = {id(t): n for n, t in enumerate(known.tensors) if compat.is_fake(t)}
         self._others = {key: new[n] for key, n in {**self._others, **seen}.items() if n in new}
@@ -439,7 +462,7 @@ class Rerun(TorchFunctionMode):
 
     def _again(
         self, trace: FunctionTrace, new: dict[int, int], call: FunctionCall, func: Any, args: Any, kwargs: Any,
-        *, told: torch.Tensor | None = None,
+        *, told: Sequence[Contents] = (),
     ) -> None:  # fmt: skip
         """Makes a call of the known trace; ``new`` are the numbers of its tensors in the new one."""
         execution = self.execution
@@ -520,20 +543,21 @@ class Rerun(TorchFunctionMode):
         self._write_down(trace, kind, func, args, kwargs, answer, state, origin, first, guards)
         return list(answer) if type(answer) is list else answer
 
-    def _made(self, func: Any, args: Any, kwargs: Any, told: torch.Tensor | None = None) -> tuple[Any, bool]:
+    def _made(self, func: Any, args: Any, kwargs: Any, told: Sequence[Contents] = ()) -> tuple[Any, bool]:
         """The answer of a call made on fake tensors, and whether the code looks at contents by it, which it has been
         ``told`` if it is made again."""
         execution, name = self.execution, name_of(func)
         assert execution is not None
         capture = execution.capture
         guards = len(capture.guards)
-        with capture.looking(told) if name in READS and len(list(tensors_in(args))) == 1 else nullcontext():
+        special = isinstance(func, compat_calls.Special)
+        with capture.looking(told) if not special else nullcontext():
             if self._can_look(name, args):
                 contents = execution.contents(func, args[0])
                 return self._shown(func, contents, args, kwargs, capture.guards[-1].graph), True
             answer = execution.call(func, args, kwargs)
-        new = capture.guards[guards:]
-        return answer, len(new) == 1 and isinstance(new[0], Reading)
+        new, given = capture.guards[guards:], list(tensors_in((args, kwargs)))
+        return answer, name in READS and len(given) == len(new) == 1 and isinstance(new[0], Reading)
 
     def _may_look(self) -> bool:
         """Whether the code itself is running, and may look at what it computes."""
