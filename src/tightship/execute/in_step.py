@@ -84,7 +84,11 @@ class InStep:
             except StopIteration:
                 return None
             except TightshipError as no:
+                self.put_back()
                 raise told(no) from None
+            except Exception:  # the code may catch it and go on
+                self.put_back()
+                raise
             run.said[read.nth], read.said = read.said, ()
         return run.said[nth]
 
@@ -109,11 +113,14 @@ class InStep:
 
     def _begun(self, variant: Variant, inputs: list[Any], read: Read) -> _Run:
         program, executor = variant.program, variant.executor
-        devices = {op.device for op in program.graph.ops if op.random}
+        if variant.early is None:
+            variant.early = _early(variant)
+        written, devices = variant.early
         with compat.without_modes():
-            generators = [compat.generator_of(d) for d in sorted({"cpu", *devices} if devices else ())]
+            generators = [compat.generator_of(d) for d in devices]
             states = [(g, g.get_state()) for g in generators]
-            kept = {id(t): (t, t.detach().clone()) for t in _written(variant, inputs)}
+            found = [inputs[n] for n in written if inputs[n] is not None]
+            kept = {id(t): (t, t.detach().clone()) for t in found}
         if devices:
             random_state_is_ahead(torch_state())
         self._ready()
@@ -152,14 +159,13 @@ class InStep:
         return results
 
 
-def _written(variant: Variant, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The caller's tensors that the step writes before it is sure to go on; never those that it trains."""
+def _early(variant: Variant) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The slots of the caller's tensors that the step writes before it is sure to go on, never those that it trains;
+    and the devices on which it draws."""
     graph, calls = variant.program.graph, variant.program.calls
     steps = [s.op for s in variant.executor.plan.steps if s.op >= 0]
     last = max(k for k, op in enumerate(steps) if isinstance(calls[op].fn, Read | Expectation))
     written = {s for op in steps[:last] for s in graph.ops[op].mutates}
-    return [
-        t
-        for slot, t in zip(variant.program.slots, inputs, strict=True)
-        if t is not None and graph.values[slot.value].storage in written
-    ]
+    slots = [n for n, s in enumerate(variant.program.slots) if graph.values[s.value].storage in written]
+    devices = {op.device for op in graph.ops if op.random}
+    return tuple(slots), tuple(sorted({"cpu", *devices})) if devices else ()

@@ -255,17 +255,18 @@ class Executor(NotCopied):
         whose update has run are updated, the others are not; running statistics and random state are those of
         the point reached). ``consume``: as for `execute`. ``updating`` hears when updates begin and are complete.
         """
-        return self.finish(self.begin(inputs, consume=consume), updating)
+        return self.finish(self.begin(inputs, consume=consume), updating, level=4)
 
-    def finish(self, running: Running, updating: Updating | None = None) -> list[Any]:
-        """The results of a run that has begun, as `run` gives them."""
+    def finish(self, running: Running, updating: Updating | None = None, *, level: int = 3) -> list[Any]:
+        """The results of a run that has begun, as `run` gives them. ``level``: where a warning comes from, in calls
+        from the report."""
         self._updating = updating
         try:
             results = _drained(running)
         finally:
             self._updating = None
         if self.last is not None:
-            report(self.last, self.strict)
+            report(self.last, self.strict, level=level)
         return results
 
     def execute(
@@ -496,13 +497,13 @@ class Executor(NotCopied):
 def _drained(running: Running) -> list[Any]:
     while True:
         try:
-            next(running)
+            next(running).said = ()
         except StopIteration as end:
             results: list[Any] = end.value
             return results
 
 
-def report(stats: RunStats, strict: bool, graph: str = "") -> None:
+def report(stats: RunStats, strict: bool, graph: str = "", *, level: int = 3) -> None:
     """Warn `PeakMismatch`, or with ``strict`` raise ``VerificationFailed``, where a run did not go as planned."""
     if stats.as_planned:
         return
@@ -520,4 +521,4 @@ def report(stats: RunStats, strict: bool, graph: str = "") -> None:
         text.append(f"{stats.short} ops asked for less than measured")
     if strict:
         raise VerificationFailed(text, f"running graph {graph}" if graph else "running the plan")
-    warnings.warn((f"graph {graph}: " if graph else "") + "; ".join(text), PeakMismatch, stacklevel=3)
+    warnings.warn((f"graph {graph}: " if graph else "") + "; ".join(text), PeakMismatch, stacklevel=level)

@@ -90,6 +90,9 @@ class Variant(NotCopied):
     whole_peak: int = 0  # unplanned, of the step as it was captured, where what is planned is another program
     told: Any = None  # what other ranks were told of it
     text: str = ""  # that they were told, where something streams
+    early: tuple[tuple[int, ...], tuple[str, ...]] | None = (
+        None  # what `InStep` puts back: slots, devices that draw
+    )
 
     @property
     def unplanned(self) -> int:

@@ -83,7 +83,11 @@ class Readings:
 
     def took_another_path(self, after: Read) -> None:
         self._balance -= _RARE
-        self.refusal = after.refusal
+        self.refusal = Unplannable(
+            f"looking at what a step computes at {after.place}",
+            "steps go on from there as none before them has, again and again, each to be captured and planned",
+            after.refusal.instead,
+        )
 
     @property
     def hopeless(self) -> bool:
