@@ -112,6 +112,17 @@ def called_as_in_eager() -> Any:
     }
 
 
+def lacks_a_gradient() -> Any:
+    m = DistributedDataParallel(model())
+    m.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+    step = tightship.fit(m, loss_of, torch.optim.SGD(m.parameters(), 0.1), batches()[0], "100%")
+    step(batches()[0])
+    m.module[0].requires_grad_(False)
+    row = caught(lambda: step(batches()[0]))
+    m.module[0].requires_grad_(True)
+    return row | {"loss": step(batches()[0]).item()}
+
+
 def no_future() -> Any:
     return caught(lambda: trained(lambda state, bucket: None, None, planned=True, waits=False))
 

@@ -9,7 +9,7 @@ from support.ranks import Rows, run
 
 @pytest.fixture(scope="module")
 def rows() -> Rows:
-    return run("called_as_in_eager", worker="hook_worker.py")
+    return run("called_as_in_eager", "lacks_a_gradient", worker="hook_worker.py")
 
 
 def test_hooks_get_the_buckets_that_eager_gives_them_and_leave_its_bits(rows: Rows) -> None:
@@ -33,6 +33,14 @@ def test_what_a_hook_keeps_is_said_where_it_is_beyond_the_budget(rows: Rows) -> 
         assert one["measure"]["hook"] > 0
         above = one["measure"]["planned_peak"] + one["measure"]["hook"] > one["measure"]["budget"]
         assert above == any("powerSGD" in n or "keeps" in n for n in one["notes"][1:])
+
+
+def test_a_gradient_that_eager_would_wait_for_is_refused_before_anything_is_sent(rows: Rows) -> None:
+    for row in rows["lacks_a_gradient"]:
+        assert row["type"] == "Unsupported"
+        assert "a step without a gradient of '0.bias' (2 in all)" in row["text"]
+        assert "half written" not in row["text"]
+        assert row["loss"] > 0
 
 
 @pytest.mark.parametrize(

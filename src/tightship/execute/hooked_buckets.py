@@ -52,8 +52,7 @@ class HookedBuckets(NotCopied):
         self._next = [*own, *(n for n in known if n not in {*own})]
 
     def average(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Has the hook change gradients, in place. What it raises is raised."""
-        self._check(parameters)
+        """Has the hook change gradients, in place, once they are checked. What it raises is raised."""
         self._run(parameters)
         grads = [p.grad for p in parameters.values() if p.grad is not None]
         self.kept = bytes_held(self._hook, self._state, beside=[*parameters.values(), *grads])
@@ -64,7 +63,8 @@ class HookedBuckets(NotCopied):
             self.rows = tuple(tuple(names[id(p)] for p in row) for row in rows)
         self._left = max(0, self._left - 1)
 
-    def _check(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def check(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Raises ``Unsupported`` where a gradient is not there that eager would wait for."""
         lacking = [n for row in self.rows for n in row if n not in parameters or parameters[n].grad is None]
         if lacking and not self._lacks:
             raise Unsupported(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -527,8 +528,9 @@ class TrainStep(TrainVariants):
         assert self._replicas is not None
         there = [n for n, p in self._owned.parameters if p.grad is not None]
         text = f"gradients of {len(there)} parameters ({', '.join(there)})"
-        self._compare("gradients", text, updates=updates)
         hooked = self._replicas.hooked
+        check = None if hooked is None else partial(hooked.check, dict(self._owned.parameters))
+        self._compare("gradients", text, updates=updates, check=check)
         if hooked is not None and hooked.asks_order:
             _, told = self.ranks.agreed("ordering buckets", lambda: self._ready, lambda row: row)
             hooked.order(told[compat_distributed.first_rank(self._replicas.parallel.group)])
@@ -553,11 +555,19 @@ class TrainStep(TrainVariants):
         self._notes.append(note)
         warnings.warn(note, PeakMismatch, stacklevel=callers_level())
 
-    def _compare(self, what: str, text: str, *, updates: bool) -> None:
-        """Raises ``PeerFailed`` unless ranks say the same, and are to do the same updates."""
+    def _compare(
+        self, what: str, text: str, *, updates: bool, check: Callable[[], None] | None = None
+    ) -> None:  # fmt: skip
+        """Raises ``PeerFailed`` unless ranks say the same, and are to do the same updates; what ``check`` raises, on
+        all."""
         assert self.ranks is not None
-        own = [text, digest_of_options(self.optimizer) if updates else ""]
-        _, told = self.ranks.agreed(f"comparing {what}", lambda: own, lambda row: row)
+
+        def own() -> list[str]:
+            if check is not None:
+                check()
+            return [text, digest_of_options(self.optimizer) if updates else ""]
+
+        _, told = self.ranks.agreed(f"comparing {what}", own, lambda row: row)
         if len({row[0] for row in told}) > 1:
             raise self.ranks.differ(f"different {what}", [row[0] for row in told])
         check_options(self.ranks, [row[1] for row in told], self.optimizer)
