@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -134,6 +136,18 @@ def raises() -> Any:
         state.append(bucket.index())
         if state.count(0) == 3 and dist.get_rank() == 1:
             raise ArithmeticError("no third step")
+        return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+    return caught(lambda: trained(hook, [], planned=True, waits=False))
+
+
+def killed() -> Any:
+    """One rank, inside of its hook."""
+
+    def hook(state: Any, bucket: Any) -> Any:
+        state.append(bucket.index())
+        if state.count(0) == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
     return caught(lambda: trained(hook, [], planned=True, waits=False))

@@ -54,3 +54,9 @@ def test_a_hook_that_fails_on_one_rank_ends_all(scenario: str, words: str) -> No
     errors = [e["text"] for e in run(scenario, worker="hook_worker.py")[scenario]]
     assert len(errors) == 2
     assert all(words in e and "parameters may be half written" in e for e in errors)
+
+
+def test_a_rank_that_is_killed_in_a_hook_is_named() -> None:
+    (row,) = run("killed", worker="hook_worker.py", ends=(0, -9))["killed"]
+    assert row["type"] == "PeerFailed"
+    assert "rank 1: has ended, or does not answer any more" in row["text"]
