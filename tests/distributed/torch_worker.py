@@ -595,10 +595,15 @@ def refused() -> Any:
     partly = model()
     fully_shard(partly[0], mesh=mesh)
     recurrent = torch.nn.Sequential(torch.nn.LSTM(WIDTH, WIDTH))
-    hooked = DistributedDataParallel(model())
-    hooked.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    power, custom, unused = DistributedDataParallel(model()), sharded(model()), sharded(model())
-    power.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    hooked = DistributedDataParallel(torch.nn.Sequential(torch.nn.Embedding(9, WIDTH, sparse=True), *model()))
+    static, custom, unused = (
+        DistributedDataParallel(model(), static_graph=True),
+        sharded(model()),
+        sharded(model()),
+    )
+    for one in (hooked, static):
+        one.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    loss_of(static, batches()[0]).backward()
     custom[0].set_custom_reduce_scatter(type("Own", (DefaultReduceScatter,), {"__module__": __name__})())
     unused.set_reduce_scatter_unused_params(True)
     models = {
@@ -609,7 +614,7 @@ def refused() -> Any:
         "partly": partly,
         "recurrent": fully_shard(recurrent, mesh=mesh),
         "comm_hook": hooked,
-        "power": power,
+        "static": static,
         "custom": custom,
         "unused": unused,
     }

@@ -29,8 +29,8 @@ from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.optimizer.probe_parts import why_whole
 
 __all__ = [
-    "DataParallel", "TensorParallel", "as_torch_has_it", "check_elementwise", "check_options", "check_together",
-    "check_unhooked", "digest_of_options", "need_whole", "unsent_update",
+    "DataParallel", "HookedParallel", "TensorParallel", "as_torch_has_it", "check_elementwise", "check_no_hook",
+    "check_options", "check_together", "check_unhooked", "digest_of_options", "need_whole", "unsent_update",
 ]  # fmt: skip
 
 _ELEMENTWISE = (
@@ -94,6 +94,13 @@ class TensorParallel(DataParallel):
 
     shard: bool = True
     buffers: bool = False
+
+
+@dataclass(frozen=True)
+class HookedParallel(DataParallel):
+    """As a DistributedDataParallel whose communication hook does something else than average."""
+
+    hook: compat_ddp.HookOfDdp | None = field(default=None, repr=False, compare=False)
 
 
 def check_together(
@@ -223,8 +230,20 @@ def _as_one_has_it(model: Any, parallel: DataParallel | None) -> tuple[Any, Data
     """A program for several ranks that torchrun has started on one trains as on one."""
     if not compat_distributed.alone():
         return model, parallel
-    in_ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    return _from_ddp(model, parallel)[0] if in_ddp else model, None
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model, None
+    module, how = _from_ddp(model, parallel)
+    check_no_hook(how, "on one rank", "its gradients are handed over as they are")
+    return module, None
+
+
+def check_no_hook(how: DataParallel | None, where: str, why: str) -> None:
+    """Raises ``Unsupported`` for a communication hook that has to be called, where nobody would."""
+    if isinstance(how, HookedParallel) and how.hook is not None:
+        raise Unsupported(
+            f"the communication hook {how.hook.name} {where}", why,
+            "leave the hook out, or train on two ranks or more",
+        )  # fmt: skip
 
 
 def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module, DataParallel]:
@@ -243,14 +262,19 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
         raise Unsupported(
             f"a model in DistributedDataParallel with {', '.join(options)}",
             "fit averages gradients itself",
-            "leave that out (hooks that average in another type are taken over), or give fit its .module and "
-            "parallel=tightship.DataParallel()",
+            "leave that out, or give fit its .module and parallel=tightship.DataParallel()",
         )  # fmt: skip
     hooks = compat_ddp.type_that_hook_sends(ddp)
     how = parallel or DataParallel(buffers=ddp.broadcast_buffers)
     unused = how.find_unused_parameters or bool(ddp.find_unused_parameters)
     how = replace(how, reduce_dtype=how.reduce_dtype or hooks, find_unused_parameters=unused)
-    return ddp.module, replace(how, group=how.group or ddp.process_group)
+    how = replace(how, group=how.group or ddp.process_group)
+    if (hook := compat_ddp.hook_to_call(ddp)) is not None:
+        if how.reduce_dtype is not None or how.group is not ddp.process_group:
+            rule = f"the communication hook {hook.name} says how and to whom gradients are sent: leave parallel out"
+            raise BadInput(rule, place="fit(parallel=…)")
+        how = HookedParallel(**{f.name: getattr(how, f.name) for f in fields(how)}, hook=hook)
+    return ddp.module, how
 
 
 def _from_ddp_inside(

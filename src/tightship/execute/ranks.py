@@ -333,8 +333,21 @@ class Ranks(NotCopied):
                 raise self._ended from error
             raise
 
-    def begin(self) -> None:
+    @contextmanager
+    def calling_out(self, place: str) -> Iterator[None]:
+        """Around code of the caller's that sends by itself, from `begin` on: where a connection has ended in it,
+        another rank has."""
+        self.begin(place)
+        try:
+            yield
+        except RuntimeError as error:
+            if compat_distributed.is_of_connection(error):
+                raise self._lost(error) from None
+            raise
+
+    def begin(self, place: str = "") -> None:
         """All are ready: from here on an error cannot be said in the next exchange, as nobody comes to one."""
+        self._place = place or self._place
         self._begun = self._writes = True
 
     @contextmanager

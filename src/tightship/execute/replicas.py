@@ -16,14 +16,17 @@ import torch
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.data_parallel import (
     DataParallel,
+    HookedParallel,
     TensorParallel,
     as_torch_has_it,
     check_elementwise,
+    check_no_hook,
     check_unhooked,
     need_whole,
     unsent_update,
 )
 from tightship.execute.gathering import Part, Placed, Shard
+from tightship.execute.hooked_buckets import HookedBuckets
 from tightship.execute.part_of_gradient import PartOfGradient
 from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
@@ -85,6 +88,7 @@ def imagined(
     it parallel already; and notes on that. Raises as `check_together`."""
     module, how = as_torch_has_it(model, None)
     check_model(module, hooks=True, shards=True)
+    check_no_hook(how, "of imagined ranks", "it would have to run, and nothing is run")
     if how is None or how.shard:
         check_unhooked(module)
     if how is not None and how.shard:
@@ -135,10 +139,22 @@ class Replicas(NotCopied):
         self._known = {n: weakref.ref(p) for n, p in model.named_parameters()}
         self.follows = True
         self.averaged = self._messages()
-        self.late_averages = False
-        """Whether gradients are averaged behind the backward pass: ranks have run other layers."""
+        self.hooked = self._hooked(ranks)
+        self.late_averages = self.hooked is not None
+        """Whether gradients are averaged behind the backward pass: ranks have run other layers, or a hook does it."""
         self._lying: dict[str, torch.Tensor] = {}
         self.lie_here()
+
+    def _hooked(self, ranks: Ranks) -> HookedBuckets | None:
+        """The buckets that a communication hook is called for."""
+        if not isinstance(self.parallel, HookedParallel) or self.parallel.hook is None:
+            return None
+        with ranks.sending(writing=False):
+            made = HookedBuckets(self.parallel.hook, {id(p): n for n, p in self.model.named_parameters()})
+            ranks.same("buckets of DistributedDataParallel", lambda: f"{made.name}, {made.rows}")
+        note = f"the communication hook {made.name} is called once all gradients are there, bucket by bucket"
+        self.notes = (*self.notes, note)
+        return made
 
     def _messages(self) -> tuple[tuple[str, ...], ...]:
         """Which gradients of whole parameters go together."""
@@ -248,6 +264,9 @@ class Replicas(NotCopied):
 
     def average(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of whole parameters, between backward pass and update."""
+        if self.hooked is not None:
+            self.hooked.average(dict(parameters))
+            return
         there = {n: p.grad for n, p in parameters if p.grad is not None}
         for names in self.averaged:
             average_now([there[n] for n in names if n in there], self.among)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tightship.execute import allocator
 from tightship.execute.data_parallel import DataParallel, check_options, digest_of_options
 from tightship.execute.divergence import Divergence
 from tightship.execute.eager import Unplanned, differences, random_states, run_eager, tensors_by_name
+from tightship.execute.hooked_buckets import HookedBuckets
 from tightship.execute.in_step import InStep
 from tightship.execute.interpreter import Fallback, PeakMismatch, RunStats
 from tightship.execute.parts import (
@@ -83,6 +85,8 @@ class TrainStep(TrainVariants):
         self._inside = False  # of an accumulation, which DistributedDataParallel lets each rank do by itself
         self._unsent = False  # the last backward pass was in its no_sync()
         self._ran = PartRuns()
+        self._said_kept = False
+        self._ready: tuple[str, ...] = ()  # parameters, as their gradients came in the last backward pass
         self._unplanned: Unplanned | None = None
         self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
         self._tries_again = False  # to plan what could not be planned as the model was
@@ -99,10 +103,13 @@ class TrainStep(TrainVariants):
     def measure(self) -> dict[str, int | None]:
         """Bytes of the last step against its plan; None where nothing was measured (yet). Of a step in parts: the
         most of any of them, from the first backward pass to the update; ``between`` is what stood between the two,
-        where `fit` was told what to do there."""
+        where `fit` was told what to do there; ``hook`` what a communication hook keeps from step to step, beside
+        all that."""
         if self._in_eager is not None:
             return self._in_eager.measure(self._limit)
-        return super().measure() | self._ran.measure()
+        hooked = None if self._replicas is None else self._replicas.hooked
+        kept = {} if hooked is None else {"hook": hooked.kept}
+        return super().measure() | self._ran.measure() | kept
 
     def metrics(self, prefix: str = "") -> dict[str, int | float]:
         """As `Prepared.metrics`, with ``skipped`` (updates that were left out), and ``eager``: 1 where the last step
@@ -413,8 +420,11 @@ class TrainStep(TrainVariants):
         static += [p for _, p in self._owned.parameters] + list(self._owned.buffers.values())
         for one in each(self.optimizer) if self.optimizer is not None else ():
             static += [t for state in one.state.values() for t in tensors_in(state)]
-        with unplanned.metered(static):
+        hooked = self._replicas is not None and self._replicas.hooked is not None
+        ordered = dict(self._owned.parameters) if hooked else {}
+        with unplanned.metered(static), compat_optimizers.ready_order(ordered) as ready:
             out = unplanned.backward(self._loss(batch), self.model, batch)
+            self._ready = tuple(ready)
             if whole and self.optimizer is not None:
                 if self._replicas is not None:
                     self._replicas.average(self._owned.parameters)
@@ -513,6 +523,7 @@ class TrainStep(TrainVariants):
                 results = variant.executor.run(tensors, consume=True, updating=self._updating)
             self._replaced(replaced, results)
         made, parameters = variant.program.gradients, dict(self._owned.parameters)
+        self._ready = variant.program.ready
         count = len(variant.program.results) - len(made)
         for n, g in zip(made, results[count:], strict=True):
             parameters[n].grad = g
@@ -538,14 +549,46 @@ class TrainStep(TrainVariants):
         assert self._replicas is not None
         there = [n for n, p in self._owned.parameters if p.grad is not None]
         text = f"gradients of {len(there)} parameters ({', '.join(there)})"
-        self._compare("gradients", text, updates=updates)
-        self._replicas.average(self._owned.parameters)
+        hooked = self._replicas.hooked
+        check = None if hooked is None else partial(hooked.check, dict(self._owned.parameters))
+        self._compare("gradients", text, updates=updates, check=check)
+        if hooked is not None and hooked.asks_order:
+            _, told = self.ranks.agreed("ordering buckets", lambda: self._ready, lambda row: row)
+            hooked.order(told[compat_distributed.first_rank(self._replicas.parallel.group)])
+        if hooked is None:
+            self._replicas.average(self._owned.parameters)
+            return
+        with self.ranks.calling_out(f"the communication hook {hooked.name}"):
+            self._replicas.average(self._owned.parameters)
+        self._say_kept(hooked)
 
-    def _compare(self, what: str, text: str, *, updates: bool) -> None:
-        """Raises ``PeerFailed`` unless ranks say the same, and are to do the same updates."""
+    def _say_kept(self, hooked: HookedBuckets) -> None:
+        """What a communication hook keeps is beside the plan: said where both are more than the budget."""
+        peak = self._latest.executor.plan.peak + hooked.kept
+        if self._limit is None or peak <= self._limit or self._said_kept:
+            return
+        self._said_kept = True
+        note = (
+            f"the communication hook {hooked.name} keeps {format_bytes(hooked.kept)} from step to step, which is "
+            f"{format_bytes(peak)} with what is planned, beyond the budget of {format_bytes(self._limit)}: give fit "
+            "a budget that is as much smaller"
+        )
+        self._notes.append(note)
+        warnings.warn(note, PeakMismatch, stacklevel=callers_level())
+
+    def _compare(
+        self, what: str, text: str, *, updates: bool, check: Callable[[], None] | None = None
+    ) -> None:  # fmt: skip
+        """Raises ``PeerFailed`` unless ranks say the same, and are to do the same updates; what ``check`` raises, on
+        all."""
         assert self.ranks is not None
-        own = [text, digest_of_options(self.optimizer) if updates else ""]
-        _, told = self.ranks.agreed(f"comparing {what}", lambda: own, lambda row: row)
+
+        def own() -> list[str]:
+            if check is not None:
+                check()
+            return [text, digest_of_options(self.optimizer) if updates else ""]
+
+        _, told = self.ranks.agreed(f"comparing {what}", own, lambda row: row)
         if len({row[0] for row in told}) > 1:
             raise self.ranks.differ(f"different {what}", [row[0] for row in told])
         check_options(self.ranks, [row[1] for row in told], self.optimizer)

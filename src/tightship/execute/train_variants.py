@@ -308,7 +308,8 @@ class TrainVariants(PlannedTogether):
                 whole.names, whole, clip, averaged=averaged, among=among, add_up=add_up, **self._of_ranks()
             )
         updates = self._updates_if_any()
-        if updates is not None and not self._split and (self._in_parts or self.loop.clips):
+        hooked = self._replicas is not None and self._replicas.hooked is not None
+        if updates is not None and not self._split and (self._in_parts or self.loop.clips) and not hooked:
             wanted = updates.names
         else:
             wanted = tuple(n for n, p in self._owned.parameters if p.requires_grad)
@@ -318,7 +319,8 @@ class TrainVariants(PlannedTogether):
     def _of_ranks(self) -> dict[str, Any]:
         """What of an `Ending` follows from other ranks."""
         whole = self._replicas is not None and self._replicas.whole_in_eager
-        return {"repeats": self.ranks is not None, "whole": whole}
+        ordered = self._replicas is not None and self._replicas.hooked is not None
+        return {"repeats": self.ranks is not None, "whole": whole, "ordered": ordered}
 
     def _updates_if_any(self) -> Updates | SeveralUpdates | None:
         """None without an optimizer, and where a split step's cannot be planned, which is noted once."""

@@ -24,7 +24,7 @@ from tightship.frontends.torch import compat, compat_distributed
 __all__ = [
     "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages",
     "no_split", "no_stream", "reduced", "running", "scattered_means", "sending", "sends", "sends_parts", "share",
-    "summed", "unsent", "waiting",
+    "summed", "unsent", "wait_for", "waiting",
 ]  # fmt: skip
 
 Waiting = Callable[[Any], None]
@@ -78,6 +78,11 @@ def sending(wait: Waiting) -> Iterator[None]:
 def waiting(wait: Waiting) -> None:
     """From here on ``wait`` waits for what is sent outside of `sending`."""
     _state.wait = wait
+
+
+def wait_for(work: Any) -> None:
+    """Waits for a work, or what has its methods, as for what is sent."""
+    _state.wait(work)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -167,7 +168,7 @@ def own_ddp_options(ddp: Any) -> list[str]:
     options = []
     if ddp.mixed_precision is not None:
         options.append("mixed_precision")
-    if hook := _unknown_hook(ddp):
+    if hook := _refused_hook(ddp):
         options.append(f"the communication hook {hook}")
     if ddp.parameters_to_ignore or ddp._delay_all_reduce_params:
         options.append("parameters that it leaves to others")
@@ -206,6 +207,84 @@ def _unknown_hook(ddp: Any) -> str:
         if not own or group not in (None, ddp.process_group):
             return name
     return "" if name in _HOOKS else name
+
+
+def _refused_hook(ddp: Any) -> str:
+    """The name of a hook that nobody could call as DistributedDataParallel does, with why; empty if there is none."""
+    hook = _unknown_hook(ddp)
+    if not hook:
+        return ""
+    if len(ddp._comm_hooks) != 1:
+        return f"{hook}, which is none of Python's"
+    if any(ddp._build_params_for_reducer()[1]):
+        return f"{hook} and sparse gradients"
+    if ddp.skip_all_reduce_unused_params or ddp._use_python_reducer:
+        return f"{hook} and buckets that come and go"
+    if ddp.static_graph and not _is_rebuilt(ddp) and _forward_passes(ddp):
+        return f"{hook} and static_graph after its first step (call fit before that, or after the third)"
+    return ""
+
+
+def _forward_passes(ddp: Any) -> int:
+    """How many forward passes have been, of the first ten."""
+    ddp.logger.set_runtime_stats_and_log()
+    return int(ddp._get_ddp_logging_data()["iteration"])
+
+
+def _is_rebuilt(ddp: Any) -> bool:
+    return bool(ddp._has_rebuilt_buckets)
+
+
+Future: Final = torch._C.Future
+"""What hooks return: those of ``torch.futures``, and those of works."""
+
+
+class HookOfDdp(NamedTuple):
+    """A communication hook that does something else than average, with its state, and the DistributedDataParallel
+    in whose buckets it is called."""
+
+    name: str
+    hook: Callable[[Any, Any], Any]
+    state: Any
+    ddp: Any
+
+
+def hook_to_call(ddp: Any) -> HookOfDdp | None:
+    """The hook that gradients of a DistributedDataParallel have to go through; None for those that average."""
+    name = _unknown_hook(ddp)
+    hook, state = ddp._comm_hooks[0] if name else (None, None)
+    return HookOfDdp(name, hook, state, ddp) if hook is not None else None
+
+
+class BucketOrder(NamedTuple):
+    """The buckets of a DistributedDataParallel, as parameters, in the order in which they are sent; in how many
+    steps from now on they are made anew, 0 for never, and what makes them, of parameters in the order in which
+    their gradients are there."""
+
+    buckets: list[list[torch.Tensor]]
+    left: int
+    made_anew: Callable[[list[torch.Tensor]], list[list[torch.Tensor]]]
+
+
+def bucket_order(ddp: Any) -> BucketOrder:
+    """To be called by all ranks: buckets that the next forward pass would make anew are, which sends."""
+    rebuilt = ddp.reducer._rebuild_buckets() or _is_rebuilt(ddp)
+    buckets = [list(b.parameters()) for b in ddp.reducer._get_zeros_like_grad_buckets()]
+    changes = ddp.static_graph or not ddp.find_unused_parameters
+    left = 0 if rebuilt or not changes else 2 if ddp.static_graph else 1
+    config = ddp._bucket_config
+    limits = [*config.per_bucket_bytes_caps] or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+
+    def made_anew(order: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        small_last = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
+        given = order[::-1] if small_last else order
+        rows, _ = torch.distributed._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+            given, limits, [False] * len(given), [*range(len(given))]
+        )
+        made = [[given[k] for k in row] for row in rows]
+        return made[::-1] if small_last else made
+
+    return BucketOrder(buckets, left, made_anew)
 
 
 def taken_apart(ddp: Any) -> bool:

@@ -89,6 +89,16 @@ def mesh_of(name: str, device: str) -> Any:
     return DeviceMesh.from_group(group, device)
 
 
+def is_of_connection(error: RuntimeError) -> bool:
+    """Whether a collective could not be completed."""
+    return isinstance(error, torch.distributed.DistBackendError) or "/gloo/" in str(error)
+
+
+def first_rank(group: Any) -> int:
+    """Of a process group; its number among all ranks."""
+    return int(torch.distributed.get_process_group_ranks(group)[0])
+
+
 def name_of_all() -> str:
     """The name of the default process group."""
     name: str = torch.distributed.group.WORLD.group_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -105,6 +105,22 @@ def gradient_hooks(tensor: torch.Tensor) -> list[tuple[bool, Callable[..., Any]]
         return []
     early = tensor._backward_hooks or {}
     return [*((False, fn) for fn in early.values()), *((True, fn) for fn in (late or {}).values())]
+
+
+@contextmanager
+def ready_order(leaves: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """The names of leaves in the order in which a backward pass inside has their gradients."""
+    seen: list[str] = []
+    handles = [
+        t.register_post_accumulate_grad_hook(lambda _, n=n: seen.append(n))  # type: ignore[misc]
+        for n, t in leaves.items()
+        if t.requires_grad
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def mark_stepped(optimizer: Any) -> None:

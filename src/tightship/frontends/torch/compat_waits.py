@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch._dynamo.eval_frame import skip_code
 
+from tightship.frontends.torch.compat_distributed import is_of_connection
+
 __all__ = ["watch_waits"]
 
 Lost = Callable[[RuntimeError], BaseException | None]
@@ -46,7 +48,7 @@ def _told(call: Callable[..., Any]) -> Any:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            found = _Watched.lost(error) if _Watched.lost is not None and _is_of_connection(error) else None
+            found = _Watched.lost(error) if _Watched.lost is not None and is_of_connection(error) else None
             if found is None:
                 raise
             raise found from error
@@ -54,8 +56,3 @@ def _told(call: Callable[..., Any]) -> Any:
     watching: Any = run
     skip_code(watching.__code__)  # Dynamo leaves it out, and compiles what it calls
     return watching
-
-
-def _is_of_connection(error: RuntimeError) -> bool:
-    """Whether a collective could not be completed."""
-    return isinstance(error, torch.distributed.DistBackendError) or "/gloo/" in str(error)

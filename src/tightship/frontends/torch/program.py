@@ -124,7 +124,7 @@ class Program(NotCopied):
     from those of the op.
     ``gradients`` are the parameters whose gradients are the last of the results; before these, and before the norm of
     gradients, stand ``extra`` ones that nobody sees. ``apart`` are the slots that in eager lie elsewhere after the
-    step.
+    step. ``ready``, where asked for, are parameters in the order in which autograd has their gradients.
     ``batch`` (a ``structure.BatchSpec``) says what a batch must look like, and each of ``guards`` (a
     ``data_guards.Guard``) what must be true of its data, for the captured ops to be the ones eager would run.
     ``samples[i]`` are contents on which ``calls[i]`` is measured, where zeros would not do, by the number of the
@@ -147,6 +147,7 @@ class Program(NotCopied):
     gradients: tuple[str, ...] = ()
     apart: tuple[Apart, ...] = ()
     extra: int = 0
+    ready: tuple[str, ...] = ()
     samples: dict[int, dict[int, Any]] = field(default_factory=dict)
 
     def forget_samples(self) -> None:

@@ -37,6 +37,7 @@ class Ending:
     changes gradients before the updates, in place, and may return a tensor, which is the program's last result.
     ``averaged`` are the parameters whose gradients are averaged ``among`` ranks before that, by message. ``add_up``
     adds up over all ranks, in place, those of which each rank still has a summand behind the clipping.
+    ``ordered``: whether the program says in which order gradients are there.
     ``repeats``: whether collectives that change nothing may run again. ``whole``: whether eager has whole parameters,
     so that what code writes to one stays.
     """
@@ -51,6 +52,7 @@ class Ending:
     add_up: Callable[[Mapping[str, torch.Tensor]], None] | None = None
     repeats: bool = False
     whole: bool = False
+    ordered: bool = False
 
     @property
     def part(self) -> str:
@@ -63,7 +65,7 @@ class StepCapture(Capture):
 
     def __init__(self, model: torch.nn.Module, batch: Any, name: str, ending: Ending) -> None:
         super().__init__(model, batch, name)
-        self.ending, self.tape.repeats = ending, ending.repeats
+        self.ending, self.tape.repeats, self.ordered = ending, ending.repeats, ending.ordered
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._given = self._fakes(ending.held.values())
         named = (*self._given.parameters.items(), *self._given.buffers.items())
@@ -189,7 +191,7 @@ class StepCapture(Capture):
             notes = [*notes, *self._updated(ending.updates, self._given, gradients)]
         last = [gradients[n] for n in made] if norm is None else [norm]
         tape, guards, name, ends = self.tape, self.recorder.guards, self.name, [*map(self.tape.value, last)]
-        batch, replaced = BatchSpec.of(self.batch), self._replaced_data
+        batch, replaced, ready = BatchSpec.of(self.batch), self._replaced_data, tuple(self.ready)
 
         def program(kept: Sequence[TapeValue]) -> Program:
             extra = replaced.extra()
@@ -199,7 +201,7 @@ class StepCapture(Capture):
                 losses=values[-1:], sums=True, whole_batch=False,
             )  # fmt: skip
             apart = replaced.apart(handed_back, captured.slots)
-            return replace(captured, gradients=tuple(made), apart=apart, extra=len(extra))
+            return replace(captured, gradients=tuple(made), apart=apart, extra=len(extra), ready=ready)
 
         return program
 

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.torch import compat, compat_capture, compat_distributed, compat_packed
+from tightship.frontends.torch import (
+    compat,
+    compat_capture,
+    compat_distributed,
+    compat_optimizers,
+    compat_packed,
+)
 from tightship.frontends.torch.capture.checks import (
     check_changes,
     check_model,
@@ -174,6 +180,8 @@ class Capture:
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
         self.readers = compat_packed.DataReaders(self.recorder.contents)
         self.changes: list[Change] = []
+        self.ordered = False  # whether to note when gradients are there
+        self.ready: list[str] = []
         self._state_values: dict[Any, int] = {}
         self._differentiable: dict[torch.Tensor, torch.Tensor] = {}  # tensors of the batch, by stand-in
         self.inside: Callable[[], AbstractContextManager[Any]] = (
@@ -324,7 +332,12 @@ class Capture:
     def _gradients(
         self, loss: torch.Tensor, wanted: Sequence[str], leaves: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        with self.recorder.in_phase("backward"), compat_capture.inside_backward(self.inside):
+        ordered = dict(zip(wanted, leaves, strict=True)) if self.ordered else {}
+        with (
+            self.recorder.in_phase("backward"),
+            compat_capture.inside_backward(self.inside),
+            compat_optimizers.ready_order(ordered) as self.ready,
+        ):
             torch.autograd.backward(loss, inputs=leaves)
         gradients = {}
         for n, leaf in zip(wanted, leaves, strict=True):
