@@ -18,9 +18,9 @@ __all__ = ["TIGHTENED", "Schedules", "check_steps", "peak_of", "plan_steps", "wh
 
 _SPARE = 256
 """This part of the least bytes is added to them where less was asked for: their last ones may cost whole loops."""
-_ENOUGH, _TIMES = 250_000, 1000
-"""Ops that one search simulates at most, or this many times its graph if that is more: with more of them nothing
-better was found in bodies of loops and steps of 30 to 900 ops, and searches go on until all their work is done."""
+_MANY, _ENOUGH, _TIMES = 1_000_000, 250_000, 1000
+"""Of searches of so much work, one of many of a step with loops, each simulates so many ops at most, or this many times
+its graph if that is more: with more nothing better was found in the bodies of loops. A step without has one search."""
 _DROPPED = 64
 """Repetitions of repetitions that are tried to be left out."""
 TIGHTENED = 3
@@ -72,7 +72,7 @@ def plan_steps(graph: Graph, beyond: float, work: int) -> Steps:
     limit, least = graph.static_bytes + int(beyond), int(aligned(lower_bound(graph)))
     if limit < least:  # for which nothing is found, slowly
         limit = least + (least - graph.static_bytes) // _SPARE
-    work = min(work, max(_ENOUGH, _TIMES * len(graph.ops)))
+    work = min(work, max(_ENOUGH, _TIMES * len(graph.ops))) if work <= _MANY else work
     options = default.Options(order="given", place=False, seconds=60.0, work=work, gap=0.01)
     for _ in range(TIGHTENED):
         try:

@@ -339,9 +339,6 @@ class Search:
             if not row.planned and row.level.peak > self.room * self._scale:
                 self._policies.append(self._policy(row.name, self.room * self._scale))
                 row = replace(row, planned=True)
-                if self._hopeless(row.name, row.level.peak, _FAR):
-                    passed.append(row)
-                    continue
             far = max(most, self._almost) if row.level.flops < _CHEAPER * flops else most
             if row.level.peak > far:
                 passed.append(row)
