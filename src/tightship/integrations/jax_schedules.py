@@ -19,8 +19,8 @@ __all__ = ["TIGHTENED", "Schedules", "check_steps", "peak_of", "plan_steps", "wh
 _SPARE = 256
 """This part of the least bytes is added to them where less was asked for: their last ones may cost whole loops."""
 _MANY, _ENOUGH, _TIMES = 1_000_000, 250_000, 1000
-"""Of searches of so much work, one of many of a step with loops, each simulates so many ops at most, or this many times
-its graph if that is more: with more nothing better was found in the bodies of loops. A step without has one search."""
+"""Searches of so much work are many in a step with loops: each simulates so many ops at most, or this many times its
+graph if that is more. With more nothing better was found in bodies of loops. A step without loops has one search."""
 _DROPPED = 64
 """Repetitions of repetitions that are tried to be left out."""
 TIGHTENED = 3
