@@ -300,6 +300,32 @@ def test_where_nothing_is_within_what_was_asked_what_loops_take_inside_is_added(
     assert first < 0.95 * second and second >= search.planner.unplanned(search.program) - 1
 
 
+@pytest.mark.parametrize("left_out", [0.0, 1e9])
+def test_no_bytes_are_asked_for_twice(monkeypatch, left_out) -> None:
+    """What loops take inside was added after each plan that took more than it was asked for: the search went to and
+    fro between two numbers of bytes until its tries were done."""
+    monkeypatch.setattr(jax_search, "_LEFT_OUT", left_out)
+    search = searched(adam_of_checkpoints, *stacked(), X, lambda before: before.total // 2)
+    least, asked = search.planner.level(search.program, math.inf), list[float]()
+
+    def level(program, beyond):
+        asked.append(beyond)
+        return replace(least, peak=int(1.01 * beyond)) if beyond < math.inf else least
+
+    def look(made, beyond):
+        taken = replace(search.before, temporaries=int((1 + 0.9 ** len(search.found)) * search.room))
+        search.found.append(Candidate(None, taken, False, made, beyond, []))
+        search._looks[str(len(asked)), False] = search.found[-1]
+        return search.found[-1]
+
+    monkeypatch.setattr(search.planner, "level", level)
+    monkeypatch.setattr(search, "look", look)
+    monkeypatch.setattr(search, "_by_policies", lambda flops, most: None)
+    search._planned()
+    asked = [beyond for beyond in asked if beyond < math.inf]
+    assert len(asked) > 2 and len(asked) == len(set(asked))
+
+
 def test_a_transformer_of_checkpointed_layers_in_a_loop_is_met_by_few_programs() -> None:
     """What `nn.scan` and `nn.remat` make of a GPT, with embedding, dropout, head, clipping and Adam. The first plan
     was asked for less than any plan takes: nine programs, and 3 % of the operations again."""

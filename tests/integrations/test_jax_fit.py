@@ -25,7 +25,8 @@ from tightship.integrations.jax_levels import Planner, unplanned_bytes  # noqa: 
 from tightship.integrations.jax_policies import POLICIES  # noqa: E402
 from tightship.integrations.jax_schedules import Schedules, peak_of, plan_steps, whole_steps  # noqa: E402
 from tightship.integrations.jax_search import _key  # noqa: E402
-from tightship.simulate import replay  # noqa: E402
+from tightship.planners import default  # noqa: E402
+from tightship.simulate import baseline, replay  # noqa: E402
 
 LAYERS, BATCH, WIDE = 6, 256, 32
 KEY = jax.random.PRNGKey(0)
@@ -1204,3 +1205,28 @@ def test_steps_in_a_loop_have_what_they_carry_once():
     fitted = tightship.jax.fit(step, "static+80%")
     for a, b in zip(jax.tree.leaves(fitted(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_search_ends_after_enough_work(monkeypatch) -> None:
+    """Bodies of loops are planned again and again; each search went on until a million ops were simulated."""
+    traced = jax.jit(step_of(in_a_row)).trace(separate(weights()), X)
+    graph, asked, plan = Ops(program_of(traced.jaxpr)).graph, list[int](), default.plan
+    before = replay(graph, baseline(graph)).peak
+
+    def spied(of, limit, options, **more):
+        asked.append(options.work)
+        return plan(of, limit, options, **more)
+
+    monkeypatch.setattr(default, "plan", spied)
+    steps = plan_steps(graph, 0.5 * (before - graph.static_bytes), 1_000_000)
+    assert asked and max(asked) == max(250_000, 1000 * len(graph.ops)) < 1_000_000
+    assert peak_of(graph, steps) < before
+
+
+def test_operations_are_counted_where_they_are_compared() -> None:
+    lowered = jax.jit(step_of(in_a_row)).lower(separate(weights()), X)
+    memory, operations = look_at(lowered, memory=True)
+    assert operations > 0
+    assert look_at(lowered, memory=True, counted_within=memory.total)[1] == operations
+    if jax.default_backend() == "cpu":
+        assert look_at(lowered, memory=True, counted_within=memory.total - 1) == (memory, 0.0)

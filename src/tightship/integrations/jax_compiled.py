@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from dataclasses import dataclass
@@ -100,20 +101,24 @@ _STOP = "tightship_stop"
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)", re.MULTILINE)
 
 
-def look_at(lowered: Any, *, memory: bool) -> tuple[Memory, float]:
-    """Memory and operations of the program that XLA would compile. On CPUs without making its code, which takes most
-    of the time: to the byte what the compiled program has, for it is that program's assignment of buffers."""
-    found = _stopped(lowered, memory) if jax.default_backend() == "cpu" else None
+def look_at(lowered: Any, *, memory: bool, counted_within: float = math.inf) -> tuple[Memory, float]:
+    """Memory of the program that XLA would compile, and its operations, unless it takes more than so many bytes in
+    all. On CPUs without making its code, which takes most of the time: to the byte what the compiled program has, for
+    it is that program's assignment of buffers."""
+    found = _stopped(lowered, memory, counted_within) if jax.default_backend() == "cpu" else None
     if found is None:
         compiled = compile_for(lowered, memory=memory, quick=True)
         found = memory_of(compiled), operations_of(compiled)
     return found
 
 
-def _stopped(lowered: Any, memory: bool) -> tuple[Memory, float] | None:
+def _stopped(lowered: Any, memory: bool, counted_within: float = math.inf) -> tuple[Memory, float] | None:
     """Memory and operations of a program, off what XLA wrote of it."""
     found = _written(lowered, memory)
-    return None if found is None else (_assigned(found[0]), _counted(found[1]))
+    if found is None:
+        return None
+    sizes = _assigned(found[0])
+    return sizes, _counted(found[1]) if sizes.total <= counted_within else 0.0
 
 
 def scheduled_text(lowered: Any, *, memory: bool) -> str:

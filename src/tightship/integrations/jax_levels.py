@@ -79,6 +79,7 @@ class Planner:
     _blocks: dict[int, tuple[Program, dict[str, Level]]] = field(default_factory=dict)
     _by_name: dict[Any, tuple[Program, Level, list[Any]]] = field(default_factory=dict)
     _least: dict[int, tuple[Ops, int]] = field(default_factory=dict)
+    _missed: dict[int, tuple[Ops, list[tuple[Share, float, int]]]] = field(default_factory=dict)
 
     def level(self, program: Program, beyond: float) -> Level:
         """The program with the fewest operations within ``beyond`` bytes, as the model has it, or the one that
@@ -261,13 +262,13 @@ class Planner:
 
     def _level(self, ops: Ops, frame: Frame, steps: Steps, again: int) -> _Planned:
         graph = frame.graph
-        full = whole_steps(graph, steps)
-        line = replay(graph, full)
         own = [(twice, op) for twice, k in steps if (op := frame.op_of[k]) is not None]
         flops = sum(ops.graph.ops[op].flops for _, op in own)
         count = again + sum(twice for twice, _ in own)
         if frame.rest is None:
-            return Level(ops, own, line.peak - graph.static_bytes, flops, count), None
+            return Level(ops, own, peak_of(graph, steps) - graph.static_bytes, flops, count), None
+        full = whole_steps(graph, steps)
+        line = replay(graph, full)
         at = next(k for k, (_, op) in enumerate(steps) if op == frame.rest)
         level_at = next(k for k, s in enumerate(full) if s.kind == "compute" and s.op == frame.rest)
         first = [(twice, op) for twice, k in steps[:at] if (op := frame.op_of[k]) is not None]
@@ -310,13 +311,16 @@ class Planner:
         if self.given is not None:
             frame = frame_of(ops, pair, share, float(next(self.given)))
             return frame, self._solve(frame)
-        beyond, over = max(beyond, self._least.get(id(ops), (ops, 0))[1]), math.inf
+        _, missed = self._missed.setdefault(id(ops), (ops, []))
+        known = [need for of, within, need in missed if _no_more(share, of) and beyond <= within]
+        beyond, over = max(beyond, self._least.get(id(ops), (ops, 0))[1], *known), math.inf
         for _ in range(1 + TIGHTENED):
             frame = frame_of(ops, pair, share, beyond)
             steps = self.schedules.within(frame.graph, beyond, self.work)
             need = peak_of(frame.graph, steps) - frame.graph.static_bytes
             if need <= beyond + (1 << 10):
                 break
+            missed.append((share, beyond, need))
             least = self._least_of(ops, pair)
             if beyond >= least:  # what is handed on is more than the share, whatever the bodies take
                 if need - beyond >= over:
@@ -461,6 +465,11 @@ def _given_out(e: Equation, body: Program) -> int:
 
 def _without_inner(program: Program) -> Program:
     return replace(program, equations=[replace(e, inner=0) if e.inner else e for e in program.equations])
+
+
+def _no_more(share: Share, of: Share) -> bool:
+    """Whether loops may hand on no more with one share than with another."""
+    return share == of if isinstance(share, str) or isinstance(of, str) else share <= of
 
 
 def _repeats(pair: Pair, planned: PlannedPair) -> int:

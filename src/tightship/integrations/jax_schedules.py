@@ -18,6 +18,9 @@ __all__ = ["TIGHTENED", "Schedules", "check_steps", "peak_of", "plan_steps", "wh
 
 _SPARE = 256
 """This part of the least bytes is added to them where less was asked for: their last ones may cost whole loops."""
+_MANY, _ENOUGH, _TIMES = 1_000_000, 250_000, 1000
+"""Searches of so much work are many in a step with loops: each simulates so many ops at most, or this many times its
+graph if that is more. With more nothing better was found in bodies of loops. A step without loops has one search."""
 _DROPPED = 64
 """Repetitions of repetitions that are tried to be left out."""
 TIGHTENED = 3
@@ -63,12 +66,13 @@ class Schedules:
 
 def plan_steps(graph: Graph, beyond: float, work: int) -> Steps:
     """Which op runs when, so that the graph takes ``beyond`` bytes beyond what it is given; as near as plans come in
-    searches of ``work`` each."""
+    searches of ``work`` each, or less for few ops."""
     if beyond == math.inf or replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
         return [(False, op) for op in range(len(graph.ops))]
     limit, least = graph.static_bytes + int(beyond), int(aligned(lower_bound(graph)))
     if limit < least:  # for which nothing is found, slowly
         limit = least + (least - graph.static_bytes) // _SPARE
+    work = min(work, max(_ENOUGH, _TIMES * len(graph.ops))) if work <= _MANY else work
     options = default.Options(order="given", place=False, seconds=60.0, work=work, gap=0.01)
     for _ in range(TIGHTENED):
         try:

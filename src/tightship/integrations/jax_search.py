@@ -31,7 +31,8 @@ __all__ = ["Archive", "Candidate", "Row", "Search"]
 @dataclass(frozen=True)
 class Candidate:
     """A program that was compiled to be looked at. ``log``: how it was decided, for ``beyond`` bytes; ``order``:
-    in XLA's order for memory; ``operations``: as XLA counts them; ``which``: of the search's programs."""
+    in XLA's order for memory; ``operations``: as XLA counts them, where it is within the limit; ``which``: of the
+    search's programs."""
 
     lowered: Any
     memory: Memory
@@ -246,7 +247,7 @@ class Search:
         beyond = self._begins_with(unplanned)
         more = self._begins_with(self.planner.unplanned(self.program) / scale)
         if unplanned < _LEFT_OUT * self.before.temporaries:
-            beyond = more
+            beyond, more = more, 0.0
         if beyond >= unplanned and self.planner.level(self.program, math.inf).peak <= beyond * scale:
             beyond = math.inf  # not so where the step's own checkpoints make less of it
         most = 2 * _TRIES if self._small else _TRIES
@@ -269,7 +270,7 @@ class Search:
             if peak > beyond and more > max(beyond, peak) and not self.fitting():
                 # By the model nothing is within so little: what loops take inside counts beside the results, and XLA
                 # puts the one into the other.
-                beyond, self._last, self._other = more, None, math.inf
+                beyond, more, self._last, self._other = more, 0.0, None, math.inf  # this once
                 continue
             least = min((c.memory.temporaries for c in self.found if c is not made), default=0)
             far = peak > _CLOSE * beyond and made.memory.temporaries > _CLOSE * self.room
@@ -386,7 +387,7 @@ class Search:
         return made[0]
 
     def _look_in(self, order: bool, of: Candidate) -> Candidate:
-        memory, operations = look_at(of.lowered, memory=order)
+        memory, operations = look_at(of.lowered, memory=order, counted_within=self.limit)
         self.tried.append(memory.total)
         made = replace(of, memory=memory, order=order, operations=operations)
         self._looks[_key(of.level, of.log), order] = made
