@@ -92,10 +92,9 @@ class InStep:
             run.said[read.nth], read.said = read.said, ()
         return run.said[nth]
 
-    def before(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._run is None or id(tensor) not in self._run.kept:
-            return tensor
-        return self._run.kept[id(tensor)][1]
+    def before(self, tensors: dict[tuple[str, Any], Any]) -> dict[tuple[str, Any], Any]:
+        kept = self._run.kept if self._run is not None else {}
+        return {k: kept[id(t)][1] if id(t) in kept else t for k, t in tensors.items()} if kept else tensors
 
     def abort(self) -> None:
         if self._run is not None:

@@ -173,7 +173,8 @@ class TrainStep(TrainUpdate):
 
     def prepare(self, batch: Any) -> Plan | None:
         """Captures and plans for batches like this one, if that has not been done. The code of the step runs, and
-        what it changed of the model, of random states and of what it can reach is put back; no op is run.
+        what it changed of the model, of random states and of what it can reach is put back; no op is run but for
+        what the code looks at.
 
         Where shapes or control flow follow from what only the step computes, nothing can be planned: from now on
         steps run in eager, exactly and outside the budget, which a `Fallback` says once, and None is returned. With
@@ -484,7 +485,7 @@ class TrainStep(TrainUpdate):
         finally:
             if begun is not None:
                 begun.put_back()
-        if self._readings is not None and self._readings.hopeless:
+        if self._readings is not None and self._readings.hopeless and not self.settings.strict:
             self._once_more = False
             note = self._fall_back(self._readings.refusal)
             warnings.warn(note, Fallback, stacklevel=callers_level())

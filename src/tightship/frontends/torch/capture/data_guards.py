@@ -295,7 +295,6 @@ class Questions:
         record = self._tape.call(read, READ, tuple(wanted), ())
         record.effect, record.origin, record.phase = True, origin, phase
         self.guards.append(Reading(read, finish, said, graph))
-        self._known |= {self._key(v): c for v, c in zip(wanted, contents, strict=True)}
         return contents, said
 
     def samples(

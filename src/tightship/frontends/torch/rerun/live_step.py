@@ -62,8 +62,8 @@ class Begun(Protocol):
     ) -> Sequence[torch.Tensor] | None:
         """What the step reads there, run up to there with these numbers, by op, and constants."""
 
-    def before(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One that holds what a tensor of the caller's held when the step began."""
+    def before(self, tensors: dict[tuple[str, Any], Any]) -> dict[tuple[str, Any], Any]:
+        """These, with what they held when the step began."""
 
     def abort(self) -> None:
         """All that its ops have changed is put back."""
@@ -239,6 +239,7 @@ class Owned:
         self.model, self.before_capture = model, before_capture
         self.modules = tuple(model.modules())
         self.parameters = tuple(model.named_parameters())
+        self.known_parameters = {("parameter", n): p for n, p in self.parameters}
         self.buffers = dict(model.named_buffers())
         homes = [(n, m._buffers, k) for n, (m, k) in {n: _home(model, n) for n in self.buffers}.items()]
         self.homes = tuple((n, home, k, self.buffers[n]) for n, home, k in homes)
@@ -427,14 +428,12 @@ class _Code:
 
     def read(self, trace: FunctionTrace, bound: Mapping[int, torch.Tensor]) -> dict[tuple[str, Any], Any]:
         """The caller's tensors by role and key, as guards know them."""
-        found: dict[tuple[str, Any], Any] = {("buffer", n): b for n, b in self.owned.buffers.items()}
-        found |= {("parameter", n): p for n, p in self.owned.parameters}
+        found: dict[tuple[str, Any], Any] = self.owned.known_parameters.copy()
+        found |= {("buffer", n): b for n, b in self.owned.buffers.items()}
         found |= {("input", k): x for k, x in enumerate(self.leaves)}
         for k, c in enumerate(trace.program.constants if trace.program is not None else ()):
             found["constant", k] = bound.get(trace.index.get(id(c), -1), c)
-        if self.begun is None:
-            return found
-        return {k: self.begun.before(t) if isinstance(t, torch.Tensor) else t for k, t in found.items()}
+        return found if self.begun is None else self.begun.before(found)
 
     def tell(self, reading: Reading) -> Sequence[torch.Tensor] | None:
         """What the step says that the code so far has asked for; None where it cannot be run for that."""
