@@ -64,6 +64,10 @@ class PlannedTogether(Prepared):
         """The variant that there is for what was asked for."""
         raise NotImplementedError
 
+    def _check_readings(self, asked: Asked) -> None:
+        """Raise ``Unplannable`` where the step cannot run while its code does."""
+        raise NotImplementedError
+
     def _modes_of(self, ending: Ending) -> tuple[Any, ...]:
         raise NotImplementedError
 
@@ -82,6 +86,7 @@ class PlannedTogether(Prepared):
             if known is not None:
                 return asked, known, known.captured
             assert asked.program is not None
+            self._check_readings(asked)
             self._check_new(batch, flatten(batch))
             self._check_ranks(asked.program)
             return asked, None, asked.program

@@ -25,6 +25,7 @@ from tightship.execute.data_parallel import (
     need_whole,
     unsent_update,
 )
+from tightship.execute.eager import bit_identical
 from tightship.execute.gathering import Part, Placed, Shard
 from tightship.execute.hooked_buckets import HookedBuckets
 from tightship.execute.part_of_gradient import PartOfGradient
@@ -42,9 +43,11 @@ from tightship.execute.shards import (
 )
 from tightship.frontends.torch import compat_ddp, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.checks import check_model
+from tightship.frontends.torch.capture.readings import Read
 from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
 from tightship.frontends.torch.compat_ddp import NO_SYNC
 from tightship.frontends.torch.fully_shard_methods import sends_nothing
+from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
 from tightship.units import format_bytes
@@ -243,12 +246,28 @@ class Replicas(NotCopied):
         if self.apart or told:
             raise unsent_update(told or NO_SYNC, "a step that updates")
 
-    def synchronize(self) -> None:
-        """Buffers are those of rank 0."""
-        for b in self.model.buffers() if self.parallel.buffers else ():
+    def synchronize(self, *, looked: bool = False) -> None:
+        """Buffers are those of rank 0. ``looked``: the code of the step has seen what was computed with this rank's.
+        Raises ``Unsupported`` where these were others."""
+        for n, b in self.model.named_buffers() if self.parallel.buffers else ():
+            before = b.detach().clone() if looked else None
             broadcast(b.data, self.among)
+            if before is not None and not bit_identical(before, b):
+                raise Unsupported(
+                    f"a buffer that this rank alone has changed ({n!r}), in a step whose code looks at what it makes",
+                    "it is rank 0's before the step runs, and was not when the code looked",
+                    "change it on all ranks, or on rank 0 alone and before the last step",
+                )  # fmt: skip
         if self.ddp is not None:
             compat_ddp.buffers_change(self.ddp)
+
+    def runs_alone(self, program: Program) -> bool:
+        """Whether what runs before its last reading needs no other rank, and no buffer that it writes is sent."""
+        last = max(k for k, call in enumerate(program.calls) if isinstance(call.fn, Read))
+        sends = any(compat_distributed.is_collective(call.fn) for call in program.calls[:last])
+        written = {s for op in program.graph.ops for s in op.mutates}
+        homes = (program.graph.values[s.value].storage for s in program.slots if s.role == "buffer")
+        return not sends and not (self.parallel.buffers and not written.isdisjoint(homes))
 
     def fill_up(self, parameters: Iterable[tuple[str, torch.Tensor]], ranks: Ranks | None) -> None:
         """Zeros for gradients that others have, where ranks may run other layers. What none has stays so."""

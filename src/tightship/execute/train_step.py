@@ -30,6 +30,7 @@ from tightship.execute.train_variants import callers_level, check_call
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.expectations import OtherAnswer, written_back
 from tightship.frontends.torch.capture.incremental import Ending
+from tightship.frontends.torch.capture.readings import readings_of
 from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import tensors_in
@@ -485,7 +486,8 @@ class TrainStep(TrainUpdate):
         finally:
             if begun is not None:
                 begun.put_back()
-        if self._readings is not None and self._readings.hopeless and not self.settings.strict:
+        waits = self.settings.strict or self.ranks is not None  # whatever that takes
+        if self._readings is not None and self._readings.hopeless and not waits:
             self._once_more = False
             note = self._fall_back(self._readings.refusal)
             warnings.warn(note, Fallback, stacklevel=callers_level())
@@ -497,7 +499,7 @@ class TrainStep(TrainUpdate):
         if self.ranks is not None:
             self.ranks.begin()
         if self._replicas is not None and not self._inside:
-            self._replicas.synchronize()
+            self._replicas.synchronize(looked=bool(readings_of(variant.program)))
         self._steps += 1
         in_hooks = any(op.phase == "update" for op in variant.program.graph.ops)
         optimizer = self.optimizer if in_hooks or not ending.leaves else None

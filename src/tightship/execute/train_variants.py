@@ -97,7 +97,8 @@ class TrainVariants(PlannedTogether):
         self._shared: list[torch.Tensor] = []
         alone = ranks is None and (independent or compat_distributed.world_size() == 1)
         self._guesses = Guesses() if alone and self._may_guess and not settings.strict else None
-        self._readings = Readings() if alone and self._may_guess and not settings.stream else None
+        waits = alone or (self._replicas is not None and not self._replicas.shards)
+        self._readings = Readings() if waits and self._may_guess and not settings.stream else None
 
     def take_over_ddp(self, ddp: Any) -> None:
         """From here on the DistributedDataParallel of the model evaluates, and this trains."""
@@ -409,14 +410,22 @@ class TrainVariants(PlannedTogether):
         variant = self._known(asked, ending)
         if variant is None:
             assert asked.program is not None
-            if reads := readings_of(asked.program):
-                captured_each_time = any(c.repeats or c.state.saves for c in asked.trace.calls)
-                if captured_each_time or asked.program.apart:
-                    raise reads[0].refusal
+            self._check_readings(asked)
             variant = self._new(asked.program, batch, ending)
             variant.remember(asked.trace)
         self._use(variant)
         return variant, asked
+
+    def _check_readings(self, asked: Asked) -> None:
+        """Refuses looks of code that is captured each time, and what cannot run before all of the code has."""
+        assert asked.program is not None
+        reads = readings_of(asked.program)
+        if not reads:
+            return
+        each_time = any(c.repeats or c.state.saves for c in asked.trace.calls)
+        alone = self._replicas is None or self._replicas.runs_alone(asked.program)
+        if each_time or asked.program.apart or not alone:
+            raise reads[0].refusal
 
     def _known(self, asked: Asked, ending: Ending) -> Variant | None:
         """The variant that there is for what was asked for, with its numbers."""

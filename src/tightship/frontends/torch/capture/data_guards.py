@@ -224,8 +224,11 @@ class Questions:
             return self._ask(fn, wanted, lambda parts: fn(*parts), origin)
         except Unplannable as no:
             check = self._guessed(fn, wanted, None if known is None else known.value, origin, phase)
+            if check is None and not self._may_read(phase):
+                raise
             if check is None:
-                return self._read(wanted, lambda parts: fn(*parts), fn, origin, phase, no)[1]
+                why = no.what, no.why, no.instead
+                return self._read(wanted, lambda parts: fn(*parts), fn, origin, why)[1]
         return self._expect(wanted, check, origin, phase)
 
     def shapes(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
@@ -265,21 +268,25 @@ class Questions:
                 [value], lambda parts: parts[0], fn, origin, trained=untouched
             )
         except Unplannable as no:
-            return self._read([value], len, fn, origin, "forward", no, graph=graph)[0][0]
+            if not self._may_read("forward"):
+                raise
+            return self._read([value], len, fn, origin, (no.what, no.why, no.instead), graph)[0][0]
         with compat.without_modes():
             contents: torch.Tensor = ask({key: self._tape.real[v] for v, key in asked.items()})
         self.guards.append(Shown(tuple(asked.values()), None, f"{fn} · {origin}", ask, calls, graph=graph))
         return contents
 
+    def _may_read(self, phase: str) -> bool:
+        """Whether the code of the step waits for what it looks at."""
+        return self.looks and phase == "forward" and readings_now() is not None
+
     def _read(
         self, wanted: Sequence[int], finish: Callable[[Sequence[torch.Tensor]], Any], fn: Any, origin: Origin,
-        phase: str, no: Unplannable, *, graph: str = "",
+        why: tuple[str, str, str], graph: str = "",
     ) -> tuple[Sequence[torch.Tensor], Any]:  # fmt: skip
         """What is in values, which the step itself reads from now on, and what ``finish`` says of it. While it is
-        captured, that is computed by its ops up to here. Raises ``no`` where the code does not wait for that, or it
-        would take too long."""
-        if not self.looks or phase != "forward" or readings_now() is None:
-            raise no
+        captured, that is computed by its ops up to here. ``why`` there is no plan otherwise is what is raised where
+        that would take too long."""
         contents = next(self.told, None)
         with compat.without_modes():
             if contents is None:
@@ -287,13 +294,13 @@ class Questions:
                 ask, asked, *_ = self._question(wanted, tuple, fn, origin, trained=True)
                 self._read_work += len(self._tape.records)
                 if self._read_work > _READ_WORK * max(len(self._tape.records), _COUNTER):
-                    raise no
+                    raise Unplannable(*why)
                 contents = ask({key: self._tape.real[v] for v, key in asked.items()})
             said = finish(contents)
-        read = Read(str(origin), self._readings, no)
+        read = Read(str(origin), self._readings, Unplannable(*why))
         self._readings += 1
         record = self._tape.call(read, READ, tuple(wanted), ())
-        record.effect, record.origin, record.phase = True, origin, phase
+        record.effect, record.origin = True, origin
         self.guards.append(Reading(read, finish, said, graph))
         return contents, said
 

@@ -32,11 +32,8 @@ class Read:
     """The op: ``said`` are copies of what it was last given, in no memory of torch's. ``refusal`` is what to raise
     where code must not look at it after all."""
 
-    def __init__(self, place: str, nth: int, no: Unplannable) -> None:
-        self.place, self.nth = place, nth
-        self.refusal = Unplannable(
-            no.what, no.why, no.instead
-        )  # its traceback would keep what the code has held
+    def __init__(self, place: str, nth: int, refusal: Unplannable) -> None:
+        self.place, self.nth, self.refusal = place, nth, refusal
         self.said: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, *tensors: torch.Tensor) -> None:
