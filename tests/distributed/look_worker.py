@@ -41,9 +41,11 @@ def logged(m: Any, b: Any, log: list[Any]) -> torch.Tensor:
 
 def branched(m: Any, b: Any, log: list[Any]) -> torch.Tensor:
     """Ranks take their paths by themselves."""
-    loss = logged(m, b, log)
-    if loss.item() > log[0]:
-        loss = loss + 0.1 * m(b[0]).abs().mean()
+    out = m(b[0])
+    loss = F.mse_loss(out, b[1])
+    log.append(loss.item())
+    if log[-1] > 1.05:
+        loss = loss + 0.1 * out.abs().mean()
         log.append("above")
     return loss
 
@@ -122,7 +124,7 @@ def fails() -> Any:
 
     def loss_fn(model: Any, batch: Any) -> torch.Tensor:
         loss = logged(model, batch, log)
-        if len(log) > 8 and dist.get_rank():
+        if len(log) > 4 and dist.get_rank():
             raise ArithmeticError("seen enough")
         return loss
 

@@ -19,7 +19,7 @@ def test_what_is_looked_at_is_eagers_and_steps_are_planned(rows: Rows, how: str)
         assert ours["row"] == eager["row"]
         assert all(planned == measured for planned, measured in ours["peaks"][1:])
     logs = [str(row[how][0]["row"]["log"]) for row in rows["looks"]]
-    assert logs[0] != logs[1]
+    assert how == "answered" or logs[0] != logs[1]
     assert how != "branched" or any("above" in log for log in logs)
 
 
