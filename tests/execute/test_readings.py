@@ -368,6 +368,20 @@ def test_an_array_that_the_code_changes_is_an_error():
         tightship.fit(model, changes, torch.optim.SGD(model.parameters(), 0.1), batches()[0], cache=None)
 
 
+def test_a_large_array_cannot_be_changed():
+    """Beyond what is watched for changes."""
+
+    def changes(m, b):
+        out, loss = plain(m, b)
+        out.detach().expand(1 << 14, 16, 5).clone().numpy()[:] = 0.0
+        out.detach().expand(1 << 16, 16, 5).clone().numpy()[:] = 0.0
+        return loss
+
+    model = Net()
+    with pytest.raises(ValueError, match="read-only"):
+        tightship.fit(model, changes, torch.optim.SGD(model.parameters(), 0.1), batches()[0], cache=None)
+
+
 def in_a_function(m, b):
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -380,11 +394,6 @@ def in_a_function(m, b):
             return g * 2
 
     return F.cross_entropy(Twice.apply(m(b[0])), b[1])
-
-
-def in_a_hook(m, b):
-    m.c.weight.register_hook(lambda g: m.log.append(m.step))
-    return plain(m, b)[1]
 
 
 def replaced(m, b):

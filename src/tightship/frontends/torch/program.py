@@ -10,7 +10,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -196,25 +196,35 @@ def flat(out: Any) -> list[Any]:
     return [out]
 
 
+def last_uses(records: Iterable[Any], values: Any, wanted: Iterable[int]) -> dict[int, list[int]]:
+    """The storages that nothing needs behind each of ``records``, by its index, where ``wanted`` values stay."""
+    last: dict[int, int] = {}
+    for k, r in enumerate(records):
+        used = (*refs_in((r.args, r.kwargs)), *(v for v in r.results if v >= 0))
+        last |= dict.fromkeys((values[v].storage for v in used), k)
+    kept = {values[v].storage for v in wanted}
+    found: dict[int, list[int]] = {}
+    for s, k in last.items():
+        if s not in kept:
+            found.setdefault(k, []).append(s)
+    return found
+
+
 def evaluate(
     records: Iterable[Any],
     values: Any,
     bases: Mapping[int, int],
     tensors: Mapping[int, torch.Tensor],
     wanted: Iterable[int],
+    done: Mapping[int, Sequence[int]],
 ) -> list[torch.Tensor]:
     """Run ``records`` in order on ``tensors`` (by value) and return the tensors of the values ``wanted``.
 
-    ``values`` are indexed by value and have a ``storage``; ``bases`` gives each storage's base value.
+    ``values`` are indexed by value and have a ``storage``; ``bases`` gives each storage's base value, and ``done``
+    (`last_uses`) what is let go of behind each record.
     """
-    records, wanted = list(records), list(wanted)
     held: dict[int, torch.Tensor] = {values[v].storage: t for v, t in tensors.items()}
     base = {values[v].storage: v for v in tensors} | {s: b for s, b in bases.items() if s not in held}
-    last = {values[v].storage: k for k, r in enumerate(records) for v in refs_in((r.args, r.kwargs))}
-    last |= dict.fromkeys((values[v].storage for v in wanted), len(records))
-    done: dict[int, list[int]] = {}
-    for s, k in last.items():
-        done.setdefault(k, []).append(s)
 
     def read(v: int) -> torch.Tensor:
         s = values[v].storage
@@ -224,7 +234,7 @@ def evaluate(
         for k, r in enumerate(records):
             out = r.fn(*substitute(r.args, read), **substitute(r.kwargs, read))
             for v, t in zip(r.results, flat(out), strict=True):
-                if v >= 0 and last.get(values[v].storage, -1) > k:
+                if v >= 0:
                     held[values[v].storage] = t
             del out
             for s in done.get(k, ()):

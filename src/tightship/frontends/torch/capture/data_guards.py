@@ -28,7 +28,7 @@ from tightship.frontends.torch.capture.known_truths import Reader, name_of
 from tightship.frontends.torch.capture.random_state import random_state_before
 from tightship.frontends.torch.capture.readings import READ, Read, Reading, readings_now
 from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape, TapeValue
-from tightship.frontends.torch.program import Ref, derive, evaluate, refs_in, substitute
+from tightship.frontends.torch.program import Ref, derive, evaluate, last_uses, refs_in, substitute
 
 __all__ = [
     "READS_DATA",
@@ -383,13 +383,15 @@ class Questions:
         bases = {s: tape.storages[s].base for s in {tape.storage(v) for v in used}}
         calls = frozenset(r.asked for r in needed)
         small = [] if asked or drawn else self._small(needed, bases)
+        asked_for = [*wanted, *(bases[s] for s in small)]
+        done = last_uses(needed, values, asked_for)
 
         def ask(tensors: Tensors) -> Any:
             given = {v: tensors[key] for v, key in asked.items()}
             given |= {v: t.clone() for v, t in given.items() if tape.storage(v) in written}
             given |= {v: zeros_like(values[v], tape.storages[tape.storage(v)].device) for v in filled}
             with torch.no_grad(), random_state_before() if drawn else nullcontext():
-                found = evaluate(needed, values, bases, given, [*wanted, *(bases[s] for s in small)])
+                found = evaluate(needed, values, bases, given, asked_for, done)
                 for s, tensor in zip(small, found[len(wanted) :], strict=True):
                     self._counters[self._state(s)] = _Counter(tensor, calls)
                 return finish(found[: len(wanted)])

@@ -312,16 +312,20 @@ class Rerun(TorchFunctionMode):
 
     def _shown(self, func: Any, contents: torch.Tensor, args: Any, kwargs: Any, graph: str) -> Any:
         """The answer of a function that looks at contents."""
-        if name_of(func) in ("numpy", "__array__"):
-            self._watch(contents, whatever=True)
-        return compat.of_contents(func, contents, args, kwargs, graph)
+        answer = compat.of_contents(func, contents, args, kwargs, graph)
+        if name_of(func) in ("numpy", "__array__") and not self._watch(contents, whatever=True):
+            answer.flags.writeable = False  # too large to be watched
+        return answer
 
-    def _watch(self, tensor: torch.Tensor, *, whatever: bool = False) -> None:
-        """Ops run when the code has run: what it changes behind torch's back meanwhile, they would find changed."""
+    def _watch(self, tensor: torch.Tensor, *, whatever: bool = False) -> bool:
+        """Ops run when the code has run: what it changes behind torch's back meanwhile, they would find changed.
+        Returns whether that would be noticed, if it is possible."""
         if tensor.layout is torch.strided and (whatever or compat.is_foreign_memory(tensor)):
             self._watched_bytes += tensor.numel() * tensor.element_size()
-            if self._watched_bytes <= _WATCHED:
-                self._watched.append((tensor, _bytes_of(tensor)))
+            if self._watched_bytes > _WATCHED:
+                return False
+            self._watched.append((tensor, _bytes_of(tensor)))
+        return True
 
     def _compare(self, call: FunctionCall, args: Any, kwargs: Any) -> None:
         if call.kind == "data":  # what it makes of its arguments is compared
