@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -22,6 +23,7 @@ from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.in_orders import InOrders
 from tightship.planners.layout import Layout, lay_out, residences
 from tightship.planners.search import Search
+from tightship.serde import loads_graph
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
@@ -261,3 +263,13 @@ def test_where_nothing_fits_an_order_gets_a_search_only_if_its_first_look_is_the
             orders += len(looks) - len(searched)
             assert all(peaks[-1] < min(peaks[:-1]) for peaks in searched)
     assert refused and orders
+
+
+@pytest.mark.parametrize("seed", [142, 144, 160])
+def test_what_can_be_met_hangs_on_no_times_of_ops(seed: int) -> None:
+    """The step of three layers on one of two ranks: with the times of some machines searches ended 64 B above it."""
+    text = (Path(__file__).parents[1] / "data/graphs/layers_of_a_rank.json").read_bytes()
+    graph, rng = loads_graph(text, "layers_of_a_rank.json"), random.Random(seed)
+    factors = [0.1, 0.3, 0.6, 1, 1, 2, 4, 10, 50]
+    timed = graph.with_ops(tuple(replace(op, time=op.time * rng.choice(factors)) for op in graph.ops))
+    assert plan(timed, 75_392).peak <= 75_392

@@ -36,7 +36,7 @@ from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
 from tightship.planners.reruns import Reruns
 from tightship.planners.turns import Storages
-from tightship.simulate import Timeline, replay
+from tightship.simulate import Timeline, replay, unplanned
 from tightship.verify import check
 
 __all__ = ["Search", "displaced", "top_of_peak"]
@@ -58,6 +58,10 @@ _FAR = 0.01
 
 _FAR_OFF = 0.03
 """By which part of the least time what fits is above it where dearer searches are worth it."""
+
+
+_EVEN = 1e-6
+"""Seconds of each op, where all take the same."""
 
 
 _CLOSE_BY = 1.05
@@ -301,31 +305,38 @@ class Search:
         return made
 
     def _aim_lower(self, problem: EvictionProblem, progress: Progress | None, clock: Clock) -> None:
-        """Where what was found needs a little more than there is, search for the bound, as if nothing else had been:
-        what a search comes down to depends on its target by chance, and what that one meets is never refused."""
-        least, budget = self.reached.plans[0].needs, self.bytes
-        lower = self.bound
-        close = lower < budget < least <= budget * _CLOSE_BY
-        if not (self.aims and self.whole and close) or self.ends(clock):
-            return
-        graph = self.graph.with_ops(self.graph.ops)  # which nothing was reached for
-        args = (
-            graph,
-            replace(problem, graph=graph),
-            self.options,
-            self.before,
-            lower,
-            self.deadline,
-            self.near,
-        )
-        other = Search(*args, aims=False)
-        with suppress(Infeasible, KeyboardInterrupt):
-            other.fit(progress, clock)
-        self.interrupted |= other.interrupted
-        self.seen += other.seen
-        for made in other.reached.plans:
-            self.reached.offer(made)
-        if (found := self.reached.within(budget)) is not None:
+        """Where what was found needs a little more than there is, search for the bound, as if nothing else had been,
+        then as if all ops took the same time: what a search comes down to depends on its target and on times by
+        chance, and what such a one meets is never refused."""
+        budget, ops, aimed = self.bytes, self.graph.ops, False
+        for even in (False, True):
+            least = self.reached.plans[0].needs
+            close = self.bound < budget < least <= budget * _CLOSE_BY
+            if not (self.aims and self.whole and close) or self.ends(clock):
+                break
+            aimed = True
+            graph = self.graph.with_ops(tuple(replace(op, time=_EVEN) for op in ops) if even else ops)
+            args = (
+                graph,
+                replace(problem, graph=graph),
+                self.options,
+                unplanned(graph) if even else self.before,
+                self.bound,
+                self.deadline,
+                self.near,
+            )
+            other = Search(*args, aims=False)
+            with suppress(Infeasible, KeyboardInterrupt):
+                other.fit(progress, clock)
+            self.interrupted |= other.interrupted
+            if even and other.reached.plans:
+                self.offer(replay(self.graph, other.reached.plans[0].found.steps), clock)
+            if even:
+                break
+            self.seen += other.seen
+            for made in other.reached.plans:
+                self.reached.offer(made)
+        if aimed and (found := self.reached.within(budget)) is not None:
             self.search_from(found.found, progress, clock)
 
     def looser(self, budget: int, clock: Clock) -> Timeline | None:

@@ -28,7 +28,7 @@ def run(program, model, batch):
     own["constant"] = program.constants
     given = {s.value: own[s.role][s.key].detach().clone() for s in program.slots}
     bases = dict(enumerate(program.bases))
-    return evaluate(program.calls, program.graph.values, bases, given, program.results)
+    return evaluate(program.calls, program.graph.values, bases, given, program.results, {})
 
 
 def captured(model, loss_fn, batch):

@@ -24,7 +24,7 @@ def run(program, model, x):
     own["constant"] = program.constants
     given = {s.value: own[s.role][s.key].detach().clone() for s in program.slots}
     return evaluate(
-        program.calls, program.graph.values, dict(enumerate(program.bases)), given, program.results
+        program.calls, program.graph.values, dict(enumerate(program.bases)), given, program.results, {}
     )
 
 
