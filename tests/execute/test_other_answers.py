@@ -15,7 +15,7 @@ from torch import nn
 import tightship
 from tightship.errors import Unsupported
 from tightship.execute.interpreter import Fallback
-from tightship.frontends.torch.capture import expectations
+from tightship.frontends.torch.capture import data_guards, expectations
 
 
 class Net(nn.Module):
@@ -97,6 +97,12 @@ def check(loss_fn, data, **options):
     return step.step, ran
 
 
+@pytest.fixture
+def guessing(monkeypatch):
+    """Answers are what they mostly are, as where to compute them would take too long."""
+    monkeypatch.setattr(data_guards, "_GUESS_WORK", 0)
+
+
 def capped(model, x):
     loss = model(x).square().mean()
     if loss > 2.0:
@@ -112,6 +118,11 @@ def wide(model, x):
 
 def test_an_answer_that_is_mostly_the_same_is_planned_and_a_rare_other_one_runs_in_eager():
     _, ran = check(wide, batches(large=(3,), count=8))
+    assert ran == [k == 3 for k in range(8)]
+
+
+def test_a_guess_is_the_likely_answer_where_the_true_one_takes_too_long(guessing):
+    _, ran = check(wide, batches(large=(3,), count=8))
     assert ran == [True, False, False, True, False, False, False, False]  # the first guess is wrong
 
 
@@ -121,11 +132,37 @@ def test_a_guess_that_holds_costs_nothing():
     assert step.notes == () or not any("another answer" in n for n in step.notes)
 
 
+def unlikely(model, x):
+    return model(x).square().mean() * (2 if (model.a.weight + x.sum() * 0 < 9).any() else 1)
+
+
 @pytest.mark.parametrize("prepare", [True, False])
-def test_a_wrong_first_guess_is_learnt_in_one_step(prepare):
-    _, ran = check(lambda m, x: m(x).square().mean() * (2 if (m.a.weight + x.sum() * 0 < 9).any() else 1), batches(),
-                   prepare=prepare)  # fmt: skip
+def test_a_first_answer_is_the_true_one(prepare):
+    _, ran = check(unlikely, batches(), prepare=prepare)
+    assert ran == [False] * 6
+
+
+@pytest.mark.parametrize("prepare", [True, False])
+def test_a_wrong_first_guess_is_learnt_in_one_step(prepare, guessing):
+    _, ran = check(unlikely, batches(), prepare=prepare)
     assert ran == [True] + [False] * 5
+
+
+def test_a_loop_that_an_answer_ends_is_captured_as_long_as_it_is():
+    """Guessed, it would be unrolled until no more is guessed, each time through all ops before."""
+
+    def loss_fn(model, x):
+        y, t = model(x), torch.zeros(())
+        while t < 1:
+            t = t + (0.1 + 0 * y.sum())
+            y = y * 0.9 if y.abs().max() > 1e-3 else y / 0.9
+        return y.square().mean()
+
+    step, ran = check(loss_fn, batches())
+    assert ran == [False] * 6
+    assert (
+        sum(isinstance(c.fn, expectations.Expectation) for c in step._variants[0].program.calls) == 20
+    )  # the first follows from numbers
 
 
 def test_answers_that_change_all_the_time_are_waited_for():
@@ -216,7 +253,7 @@ def test_a_strict_step_guesses_nothing_and_waits_for_the_answers():
     assert ran == [False] * 6
 
 
-def test_a_question_that_comes_late_and_is_guessed_wrong_updates_nothing():
+def test_a_question_that_comes_late_and_is_guessed_wrong_updates_nothing(guessing):
     model, data = Net(), batches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -234,7 +271,7 @@ def test_a_question_that_comes_late_and_is_guessed_wrong_updates_nothing():
     assert step.measure()["planned_peak"] == step.measure()["measured_peak"]
 
 
-def test_code_that_cannot_be_put_back_ends_with_the_error():
+def test_code_that_cannot_be_put_back_ends_with_the_error(guessing):
     scales = (1.0 + k for k in range(9))
     model, data = Net(), batches()
 
@@ -252,7 +289,7 @@ def test_code_that_cannot_be_put_back_ends_with_the_error():
     assert step.measure()["planned_peak"] is not None
 
 
-def test_each_fallback_is_said():
+def test_each_fallback_is_said(guessing):
     model, data = Net(), batches(large=(1,))
     step = tightship.fit(
         model, wide, torch.optim.SGD(model.parameters(), lr=0.1), data[0], "100%", cache=None

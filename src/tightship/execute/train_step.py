@@ -458,7 +458,8 @@ class TrainStep(TrainUpdate):
         note = f"the step runs in eager, where the budget is not kept: {other[0].what}"
         nothing = isinstance(other[0], Unplannable) and not self._variants
         self._learn(other[0])
-        if not nothing and self._guesses.hopeless and self._readings is not None and self._guesses.give_up():
+        changes = self._guesses.hopeless or self._guesses.turned_again
+        if not nothing and changes and self._readings is not None and self._guesses.give_up():
             self._variants.clear()
             self._arena = None
         if nothing or self._guesses.hopeless:

@@ -134,6 +134,9 @@ _MASKS = (torch.bool, torch.uint8)
 _READ_WORK = 64
 """How often, at most, a capture computes what its ops have made so far, for code that looks at it."""
 
+_GUESS_WORK = 24
+"""The same for answers of yes or no, which are guessed beyond that."""
+
 Tensors = Mapping[tuple[str, Any], torch.Tensor]
 
 
@@ -288,14 +291,11 @@ class Questions:
         captured, that is computed by its ops up to here. ``why`` there is no plan otherwise is what is raised where
         that would take too long."""
         contents = next(self.told, None)
+        if contents is None:
+            contents = self._computed(wanted, fn, origin, _READ_WORK)
+        if contents is None:
+            raise Unplannable(*why)
         with compat.without_modes():
-            if contents is None:
-                wanted = list(wanted)
-                ask, asked, *_ = self._question(wanted, tuple, fn, origin, trained=True)
-                self._read_work += len(self._tape.records)
-                if self._read_work > _READ_WORK * max(len(self._tape.records), _COUNTER):
-                    raise Unplannable(*why)
-                contents = ask({key: self._tape.real[v] for v, key in asked.items()})
             said = finish(contents)
         read = Read(str(origin), self._readings, Unplannable(*why))
         self._readings += 1
@@ -303,6 +303,31 @@ class Questions:
         record.effect, record.origin = True, origin
         self.guards.append(Reading(read, finish, said, graph))
         return contents, said
+
+    def _computed(
+        self, wanted: Sequence[int], fn: Any, origin: Origin, most: int
+    ) -> Sequence[torch.Tensor] | None:
+        """What is in values now, by the ops up to here; None where such looks would come to more than ``most`` times
+        all ops."""
+        ask, asked, *_ = self._question(list(wanted), tuple, fn, origin, trained=True)
+        work, records = self._read_work, len(self._tape.records)
+        if work + records > most * max(records, _COUNTER):
+            return None
+        self._read_work = work + records
+        with compat.without_modes():
+            contents: Sequence[torch.Tensor] = ask({key: self._tape.real[v] for v, key in asked.items()})
+        return contents
+
+    def _true_now(self, fn: Any, wanted: Sequence[int], origin: Origin, phase: str) -> bool | None:
+        """The answer of yes or no in the step that is captured; None where its code does not wait for it."""
+        if not self._may_read(phase):
+            return None
+        try:
+            contents = self._computed(wanted, fn, origin, _GUESS_WORK)
+        except Unplannable:
+            return None
+        with compat.without_modes():
+            return None if contents is None else bool(fn(*contents))
 
     def samples(
         self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin
@@ -460,7 +485,9 @@ class Questions:
             return None
         question = Question(place, self._places[place])
         self._places[place] += 1
-        answer = guesses.answer(question, self._reader.likely(wanted) if finite is None else finite)
+        now = None if finite is not None or guesses.given_up else self._true_now(fn, wanted, origin, phase)
+        likely = self._reader.likely(wanted) if finite is None else finite
+        answer = guesses.answer(question, likely, now)
         answer = finite if answer is None else answer
         return None if answer is None else Expectation(answer, place, nth=question.nth)
 

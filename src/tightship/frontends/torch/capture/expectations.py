@@ -7,6 +7,7 @@ learnt where the guess was wrong (`Guesses`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -103,17 +104,20 @@ class Guesses:
         """Questions that captures have guessed the answer of."""
         self._learnt: dict[Question, bool] = {}
         self._turns: dict[Question, int] = {}
+        self._wrong: Counter[Question] = Counter()  # how often steps have had another answer
         self._last: Question | None = None  # that the last step had another answer to
         self._proved = False  # whether all were right in a step since one was learnt
         self._balance = 2 * _RARE
-        self._given_up = False
+        self.given_up = False
+        """Whether code waits for its answers."""
 
-    def answer(self, question: Question, likely: bool) -> bool | None:
-        """None beyond what is guessed at one place, and where nothing is guessed any more."""
-        if question.nth >= AGAIN or self._given_up:
+    def answer(self, question: Question, likely: bool, now: bool | None = None) -> bool | None:
+        """``now``: the answer in the step that is captured, as far as it is known. None beyond what is guessed at one
+        place, and where nothing is guessed any more."""
+        if question.nth >= AGAIN or self.given_up:
             return None
         self.taken.add(question)
-        return self._learnt.get(question, likely)
+        return now if now is not None else self._learnt.get(question, likely)
 
     def were_right(self) -> None:
         self._last, self._proved, self._balance = None, True, min(self._balance + 1, 2 * _RARE)
@@ -124,6 +128,7 @@ class Guesses:
         if not isinstance(no, OtherAnswer):
             self._balance -= _RARE
             return False
+        self._wrong[no.question] += 1
         again, self._last = not self._proved or self._last == no.question, no.question
         self._balance -= _RARE
         if again:
@@ -134,11 +139,17 @@ class Guesses:
 
     def give_up(self) -> bool:
         """From now on the code of the step waits for its answers; False where it has done so before."""
-        if self._given_up:
+        if self.given_up:
             return False
-        self._given_up, self._balance = True, 2 * _RARE
+        self.given_up, self._balance = True, 2 * _RARE
         self._turns.clear()
+        self._wrong.clear()
         return True
+
+    @property
+    def turned_again(self) -> bool:
+        """Whether a question has had another answer more than once: to wait for it takes less than steps in eager."""
+        return any(n >= _TURNS for n in self._wrong.values())
 
     @property
     def hopeless(self) -> bool:
