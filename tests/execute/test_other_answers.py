@@ -165,6 +165,20 @@ def test_a_loop_that_an_answer_ends_is_captured_as_long_as_it_is():
     )  # the first follows from numbers
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_counts_of_what_a_step_computes_are_as_many_as_are_asked_for(weighted):
+    """``bincount`` has more only where a number is not below ``minlength``: such a step runs in eager."""
+
+    def loss_fn(model, x):
+        y = model(x)
+        bins = (x + 0 * y.detach()).abs().flatten().to(torch.int64)
+        counts = torch.bincount(bins, weights=y.detach().flatten() if weighted else None, minlength=6)
+        return y.square().mean() + counts.to(y.dtype)[:3].sum() * y.mean() / counts.numel()
+
+    _, ran = check(loss_fn, batches(large=(3,), count=6))
+    assert ran == [k == 3 for k in range(6)]
+
+
 def test_answers_that_change_all_the_time_are_waited_for():
     def loss_fn(model, x):
         loss = model(x).square().mean()

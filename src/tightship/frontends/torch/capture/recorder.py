@@ -27,6 +27,7 @@ from tightship.frontends.torch.refusals import told
 __all__ = ["Recorder"]
 
 _CONTENTS = torch.ops.aten._local_scalar_dense.default
+_BINCOUNT = torch.ops.aten.bincount.default
 _DEVICE = torch.ops.prim.device.default
 _EMPTY_LIKE, _EMPTY_PERMUTED = torch.ops.aten.empty_like.default, torch.ops.aten.empty_permuted.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -174,7 +175,12 @@ class Recorder(compat.TorchDispatchMode):
         try:
             out = self._run(fn, args, kwargs, origin)
         except compat.DATA_ERRORS:
-            out = made_of(self.questions.shapes(fn, taken, taken_kw, origin))
+            try:
+                out = made_of(self.questions.shapes(fn, taken, taken_kw, origin))
+            except Unplannable:
+                out = self._counts(fn, args, kwargs)
+                if out is None:
+                    raise
         flops = compat_ops.flops_of(fn, args, kwargs, out)
         samples = self.questions.samples(fn, taken, taken_kw, origin)
         record = self.tape.record(fn, taken, taken_kw, out, phase=self.phase, origin=origin, flops=flops)
@@ -186,6 +192,26 @@ class Recorder(compat.TorchDispatchMode):
         if record is not None and self.phase == "backward" and not origin.module:
             record.origin = self._inherited(record)
         return out
+
+    def _counts(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What ``bincount`` makes with a ``minlength`` that, to be asked, all numbers are below; None otherwise."""
+        least = compat_ops.argument(fn, args, kwargs, "minlength") if fn is _BINCOUNT else 0
+        if not least:
+            return None
+        with self:
+            below = torch.ops.aten.all.default(torch.ops.aten.lt.Scalar(args[0], least))
+            if not torch.ops.aten._local_scalar_dense.default(below):
+                return None
+        weights = compat_ops.argument(fn, args, kwargs, "weights")
+        dtype = (
+            torch.int64
+            if weights is None
+            else torch.float32
+            if weights.dtype is torch.float32
+            else torch.float64
+        )
+        with compat.without_modes(), self._fake:
+            return torch.empty(least, dtype=dtype, device=args[0].device)
 
     def contents(self, tensor: torch.Tensor, fn: Any) -> torch.Tensor:
         """The data of a tensor on which the ops to come depend, read for ``fn`` and guarded."""
