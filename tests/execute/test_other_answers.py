@@ -213,6 +213,25 @@ def test_the_equality_of_what_is_made_alike_is_guessed():
     assert ran == [False] * 6
 
 
+@pytest.mark.parametrize(
+    "near",
+    [
+        lambda y, w: torch.allclose(y.mean(0), w, atol=5.0),
+        lambda y, w: y.mean(0).allclose(w),
+        lambda y, w: torch.is_nonzero((y.mean(0) - w).abs().amax() < 5),
+        lambda y, w: torch.isclose(y.mean(0), w, rtol=9.0).any().item(),
+    ],
+    ids=["allclose", "method", "is_nonzero", "isclose"],
+)
+def test_questions_about_two_tensors_are_planned(near):
+    def loss_fn(model, x):
+        y = model(x)
+        return y.square().mean() if near(y, model.b.weight.mean(1)) else y.abs().mean()
+
+    _, ran = check(loss_fn, batches())
+    assert ran == [False] * 6
+
+
 @pytest.mark.parametrize("where", ["batch", "made", "constant"])
 def test_numbers_that_are_not_finite_take_eagers_path(where):
     mask = torch.zeros(8, 8)

@@ -27,6 +27,7 @@ from tightship.frontends.torch.refusals import told
 __all__ = ["Recorder"]
 
 _CONTENTS = torch.ops.aten._local_scalar_dense.default
+_ALLCLOSE = torch.ops.aten.allclose.default
 _BINCOUNT = torch.ops.aten.bincount.default
 _DEVICE = torch.ops.prim.device.default
 _EMPTY_LIKE, _EMPTY_PERMUTED = torch.ops.aten.empty_like.default, torch.ops.aten.empty_permuted.default
@@ -96,6 +97,10 @@ class Recorder(compat.TorchDispatchMode):
         if fn in compat_ops.LAZY_BITS:
             with self:  # the bits are not part of the bytes; do now what they put off
                 return compat_ops.LAZY_BITS[fn](*args)
+        if fn is _ALLCLOSE:
+            with self, torch._C.DisableTorchFunction():
+                close = torch.ops.aten.all.default(torch.ops.aten.isclose.default(*args, **kwargs))
+                return torch.ops.aten._local_scalar_dense.default(close)
         if (mask := compat_ops.filled_by_mask(fn, args, kwargs)) is not None:
             with self:
                 own = args[0] if fn._schema.is_mutable else torch.ops.aten.clone.default(args[0])
