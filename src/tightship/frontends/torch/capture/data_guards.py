@@ -9,9 +9,6 @@ drawn from [0, 1) below 0?" needs no check. Everything else stays unanswered.
 
 from __future__ import annotations
 
-import heapq
-import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,72 +21,19 @@ from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_ops
 from tightship.frontends.torch.capture.assertions import answer_without_error
 from tightship.frontends.torch.capture.expectations import Expectation, Question, guesses_now
-from tightship.frontends.torch.capture.known_truths import Reader, name_of
+from tightship.frontends.torch.capture.forms import form_of, zeros_like
+from tightship.frontends.torch.capture.known_truths import Reader
 from tightship.frontends.torch.capture.random_state import random_state_before
 from tightship.frontends.torch.capture.readings import READ, Read, Reading, readings_now
-from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape, TapeValue
-from tightship.frontends.torch.program import Ref, derive, evaluate, last_uses, refs_in, substitute
+from tightship.frontends.torch.capture.slices import READS_DATA, Slices, unsupported
+from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape
+from tightship.frontends.torch.program import derive, evaluate, last_uses, refs_in, substitute
 
 __all__ = [
-    "READS_DATA",
     "Guard",
     "Questions",
-    "form_of",
-    "made_of",
-    "unsupported",
-    "zeros_like",
 ]
 
-
-# --- what a tensor looks like ---------------------------------------------------------------------------------
-
-
-class _Form(NamedTuple):
-    """What matters about a tensor without its contents. Some kernels return part of a larger storage."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    nbytes: int
-    device: str
-
-    def blank(self) -> torch.Tensor:
-        whole = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
-        return whole.as_strided(self.shape, self.stride, self.offset)
-
-
-def made_of(form: Any) -> Any:
-    """New tensors of that form (``form_of`` a call's result)."""
-    if isinstance(form, _Form):
-        return form.blank()
-    return tuple(made_of(f) for f in form[1]) if isinstance(form, tuple) else form
-
-
-def form_of(tree: Any) -> Any:
-    """``tree`` with each tensor replaced by what matters about it without its contents; comparable."""
-    if isinstance(tree, torch.Tensor):
-        shape, stride, nbytes = tuple(tree.shape), tuple(tree.stride()), tree.untyped_storage().nbytes()
-        return _Form(tree.dtype, shape, stride, int(tree.storage_offset()), nbytes, str(tree.device))
-    if isinstance(tree, (list, tuple)):
-        return "list", tuple(form_of(x) for x in tree)
-    if isinstance(tree, dict):
-        return tuple((k, form_of(x)) for k, x in tree.items())
-    return tree
-
-
-def zeros_like(value: torch.Tensor | TapeValue, device: Any = None) -> torch.Tensor:
-    """A tensor of zeros with the layout of another."""
-    stride = value.stride if isinstance(value, TapeValue) else value.stride()
-    t = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device)
-    t.untyped_storage().fill_(0)
-    return t
-
-
-# --- questions ------------------------------------------------------------------------------------------------
-
-READS_DATA = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
-"""Ops that hand the contents of a tensor to Python."""
 
 _SHAPED_BY = {
     "aten::nonzero": ("self",),
@@ -115,19 +59,6 @@ _MEASURED_BY = {
     "aten::_fused_moving_avg_obs_fq_helper": ("observer_on", "fake_quant_on"),
 }
 """Arguments whose contents decide what an op asks of the allocator, or whether it runs at all."""
-
-_INSTEAD = {
-    "aten::_local_scalar_dense": "keep the value in a tensor (torch.where, no .item()), or hand it back as a result",
-    "aten::nonzero": "use a mask and torch.where, so that the shape does not depend on the data",
-    "aten::masked_select": "multiply by the mask instead of selecting",
-    "aten::index": "multiply by the mask (or torch.where) instead of selecting by it",
-}
-
-_DRAWS = {
-    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "uniform_", "normal_",
-    "normal", "random_", "bernoulli", "bernoulli_", "exponential_", "native_dropout",
-}  # fmt: skip
-"""Random ops that take as many numbers of the CPU's generator whatever their arguments hold."""
 
 _MASKS = (torch.bool, torch.uint8)
 
@@ -198,6 +129,7 @@ class Questions:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._reader = Reader(tape)
+        self._slices = Slices(tape, self._reader)
         self._known: dict[tuple[int, int], torch.Tensor] = {}
         self._counted: set[tuple[int, int]] = set()  # masks with a guard on how much they select
         self._counters: dict[tuple[int, int], _Counter] = {}  # by storage and how often it was written
@@ -397,7 +329,7 @@ class Questions:
         (role, key) by value; the calls that it follows from; and whether random numbers go into it. ``trained``:
         also of what follows from parameters."""
         tape = self._tape
-        needed, sources, filled = self._slice(wanted, fn, origin, trained=trained)
+        needed, sources, filled = self._slices.of(wanted, fn, origin, trained=trained)
         drawn = any(r.random for r in needed)
         written = {s for r in needed for s in r.writes}
         for v, role, key in sources:
@@ -467,7 +399,7 @@ class Questions:
     def _is_known(self, wanted: list[int], fn: Any, origin: Origin) -> bool:
         """Whether it follows from constants alone."""
         try:
-            needed, sources, _ = self._slice(wanted, fn, origin)
+            needed, sources, _ = self._slices.of(wanted, fn, origin)
         except Unsupported:
             return False
         return not sources and not any(r.random for r in needed)
@@ -496,113 +428,7 @@ class Questions:
         record.effect, record.origin, record.phase = True, origin, phase
         return check.expected
 
-    def _slice(
-        self, wanted: list[int], fn: Any, origin: Origin, *, trained: bool = False
-    ) -> tuple[list[Record], list[tuple[int, str, Any]], list[int]]:
-        """The records that compute ``wanted``, the caller's slots they start from, and those slots whose contents
-        they do not read, as all of them are filled before."""
-        tape, touching = self._tape, self._reader.look().touching
-        needed_storages: set[int] = set()
-        begun: set[int] = set()  # storages that are read as they were before all records
-        needed: list[int] = []
-        later: list[int] = []  # records to look at, the last first
-        known: set[int] = set()
-
-        def need(storages: set[int], before: int) -> None:
-            needed_storages.update(storages)
-            for s in storages - begun:
-                rows = touching.get(s, ())
-                for k in reversed(rows[: bisect_left(rows, before)]):
-                    if k in known:
-                        break
-                    known.add(k)
-                    heapq.heappush(later, -k)
-                    if self._fills(tape.records[k]) == s:
-                        break
-                else:
-                    begun.add(s)
-
-        need({tape.storage(v) for v in wanted}, len(tape.records))
-        while later:
-            k = -heapq.heappop(later)
-            r = tape.records[k]
-            if r.effect or (r.random and not self._repeatable(r)):
-                raise _made_by(r, fn, origin)
-            needed.append(k)
-            need({tape.storage(v) for v in r.reads} - {self._fills(r)}, k)
-        sources, filled = list[tuple[int, str, Any]](), list[int]()
-        for v, role, key in tape.slots_of(needed_storages):
-            if tape.storage(v) not in begun:
-                filled.append(v)
-                continue
-            if (role in ("parameter", "state") and not trained) or v not in tape.real:
-                raise unsupported(fn, origin, f"its data comes from {role} {key}")
-            sources.append((v, role, key))
-        return self._with_draws(needed[::-1], fn, origin), sources, filled
-
-    def _fills(self, r: Record) -> int:
-        """The caller's storage of which a record sets every byte, whatever it held; -1 for all others."""
-        target, number = (*r.args, None, None)[:2]
-        if name_of(r) not in ("fill_", "zero_") or type(target) is not Ref or type(number) is Ref:
-            return -1
-        value = self._tape.values[target.value]
-        storage, nbytes = self._tape.storages[value.storage], math.prod(value.shape) * value.dtype.itemsize
-        return value.storage if storage.role and nbytes == storage.nbytes else -1
-
-    def _repeatable(self, r: Record) -> bool:
-        """Whether the record's random numbers can be drawn before the step, by a state that is put back."""
-        return r.device == "cpu" and self._has_data and name_of(r) in _DRAWS
-
-    def _with_draws(self, needed: Sequence[int], fn: Any, origin: Origin) -> list[Record]:
-        """These records of the tape; what draws random numbers before one of them that does so draws them, too."""
-        records, chosen = self._tape.records, set(needed)
-        last = max((k for k in needed if records[k].random), default=-1)
-        if last < 0:
-            return [records[k] for k in needed]
-        rows = []
-        for k, r in enumerate(records[: needed[-1] + 1] if needed else ()):
-            if k in chosen:
-                rows.append(r)
-            elif r.random and k < last:
-                if not self._repeatable(r):
-                    raise _made_by(r, fn, origin)
-                rows.append(self._draw(r))
-        return rows
-
-    def _draw(self, r: Record) -> Record:
-        """A record that draws as ``r`` does, and makes nothing."""
-        values = self._tape.values
-
-        def draw() -> tuple[()]:
-            def blank(v: int) -> torch.Tensor:
-                return zeros_like(values[v])
-
-            r.fn(*substitute(r.args, blank), **substitute(r.kwargs, blank))
-            return ()
-
-        return Record(draw, r.target, (), {}, random=True)
-
-    @property
-    def _has_data(self) -> bool:
-        """Whether the step is captured to be run on what it was captured of."""
-        real = self._tape.real
-        return any(v in real for v, role, _ in self._tape.slots if role != "constant")
-
 
 def _copies_as_it_lies(tensor: torch.Tensor) -> bool:
     """Whether a copy of a tensor has its strides: one without gaps, and without elements that share memory."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _made_by(r: Record, fn: Any, origin: Origin) -> Unplannable:
-    why = f"its data comes from {r.target} at {r.origin}"
-    return unsupported(fn, origin, why, random=r.random)
-
-
-def unsupported(fn: Any, origin: Origin, why: str, *, random: bool = False) -> Unplannable:
-    """The error for an op that needs data, with what to do instead."""
-    instead = _INSTEAD.get(fn._schema.name, "use an op whose result and shape do not depend on the data")
-    if random and fn._schema.name in READS_DATA:
-        instead = "draw by torch.rand or Python's random on the CPU, or decide with torch.where"
-    where = f" at {origin}" if str(origin) else ""
-    return Unplannable(f"{fn}{where}", f"the ops of a step must not depend on data ({why})", instead)

@@ -17,7 +17,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_distributed, compat_ops
-from tightship.frontends.torch.capture.data_guards import form_of, made_of, zeros_like
+from tightship.frontends.torch.capture.forms import form_of, made_of, zeros_like
 from tightship.frontends.torch.program import leaves_in, map_tree, tensors_in
 
 __all__ = ["LOOKS", "Look", "Looks", "Prober", "is_laid_out", "is_strided", "is_whole"]

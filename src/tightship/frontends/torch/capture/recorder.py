@@ -10,15 +10,12 @@ import torch
 
 from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture, compat_distributed, compat_ops
-from tightship.frontends.torch.capture.data_guards import (
-    READS_DATA,
-    Guard,
-    Questions,
-    made_of,
-)
+from tightship.frontends.torch.capture.data_guards import Guard, Questions
+from tightship.frontends.torch.capture.forms import made_of
 from tightship.frontends.torch.capture.looks import Prober, is_laid_out, is_strided, is_whole
 from tightship.frontends.torch.capture.random_state import drawn
 from tightship.frontends.torch.capture.sent_in_place import functional
+from tightship.frontends.torch.capture.slices import READS_DATA
 from tightship.frontends.torch.capture.sparse import SparseGradients
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker, check_plain
 from tightship.frontends.torch.program import map_tree, tensors_in
