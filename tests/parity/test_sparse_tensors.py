@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import tightship
 from support.harness import Loop, mlp, pairs, run, sgd
+from tightship.errors import Unplannable
 from tightship.execute.interpreter import Fallback
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -60,3 +62,39 @@ def test_a_matrix_of_a_graph(layout: str, place: str, measurements: Any):
     with nullcontext() if planned else pytest.warns(Fallback, match=f"a torch.sparse_{layout} tensor at "):
         verdict = run(lambda: loop(layout, place), measurements, strict=False)
     assert verdict.kind == "identical" and verdict.plans == planned, verdict
+
+
+NESTED = {
+    "jagged": lambda x: torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged),
+    "strided": lambda x: torch.nested.nested_tensor([x[:3], x[3:]]),
+    "made in the step": lambda x: x,
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+}
+
+
+def of_parts(kind: str, x: torch.Tensor) -> torch.Tensor:
+    if kind == "made in the step":
+        x = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 3, len(x)]))
+    return x.dequantize() if kind == "quantized" else x
+
+
+def loop_of_parts(kind: str) -> Loop:
+    model = mlp()
+
+    def loss_fn(model, batch):
+        out = model[0](of_parts(kind, batch))
+        out = out if kind == "quantized" else out.to_padded_tensor(0.0)
+        return model[1:](out).square().mean()
+
+    return Loop(model, loss_fn, sgd(model), batch=lambda k: NESTED[kind](pairs(k)[0]))
+
+
+@pytest.mark.filterwarnings("ignore:(The PyTorch API of nested|torch.quantize_per):UserWarning")
+@pytest.mark.parametrize("kind", NESTED)
+def test_nested_and_quantized_tensors(kind: str, measurements: Any):
+    with pytest.warns(Fallback, match=r"a (nested|quantized) tensor at .*test_sparse_tensors\.py:\d+ is not"):
+        verdict = run(lambda: loop_of_parts(kind), measurements, strict=False)
+    assert verdict.kind == "identical" and not verdict.plans, verdict
+    loop = loop_of_parts(kind)
+    with pytest.raises(Unplannable, match=r"a (nested|quantized) tensor at .* instead,"):
+        tightship.estimate(loop.model, loop.batch(0), loop.optimizer, loop.loss_fn)

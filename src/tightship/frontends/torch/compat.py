@@ -67,6 +67,11 @@ def is_fake(tensor: object) -> bool:
     return isinstance(getattr(tensor, "_local_tensor", tensor), _fake.FakeTensor)
 
 
+def is_nested_kind(kind: type) -> bool:
+    """Whether tensors of a class are jagged ones, made of several."""
+    return kind.__module__ == "torch.nested._internal.nested_tensor"
+
+
 def another(fake: torch.Tensor) -> torch.Tensor:
     """Another fake tensor that looks the same; a leaf."""
     mode: Any = getattr(fake, "fake_mode", None)

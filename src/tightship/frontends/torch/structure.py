@@ -200,9 +200,10 @@ class TensorLeaf:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorLeaf:
-        strides = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+        strided = tensor.layout is torch.strided and not tensor.is_nested
         return TensorLeaf(
-            tensor.dtype, tuple(tensor.shape), strides, str(tensor.device), tensor.requires_grad,
+            tensor.dtype, () if tensor.is_nested else tuple(tensor.shape),
+            tuple(tensor.stride()) if strided else (), str(tensor.device), tensor.requires_grad,
             tensor.grad_fn is not None,
         )  # fmt: skip
 

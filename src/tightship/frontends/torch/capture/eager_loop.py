@@ -37,7 +37,7 @@ from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.sparse import LoopSparse, parts_of
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import Capture
-from tightship.frontends.torch.capture.tape import Origin, source_line
+from tightship.frontends.torch.capture.tape import Origin, check_plain, source_line
 from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.optimizer.given import each, twin_of
 from tightship.frontends.torch.program import tensors_in
@@ -110,6 +110,8 @@ class _LifeRecorder(Recorder):
     def _faked(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
             return x
+        if x.is_nested or x.is_quantized:
+            check_plain(x, str(self._tracker.here()))
         self._check_foreign(x)
         if x.requires_grad or not is_strided(x):
             fake = self._fake.from_tensor(x)

@@ -395,7 +395,7 @@ class Capture:
             if not isinstance(x, torch.Tensor):
                 return x
             k = next(position)
-            if x.layout is not torch.strided:  # refused where it is read
+            if x.layout is not torch.strided or x.is_nested or x.is_quantized:  # refused where it is read
                 return x
             # One fake per leaf, even if two are the same tensor: in the next batch they may not be.
             fake = self._of_batch(x).requires_grad_(x.requires_grad)

@@ -389,6 +389,9 @@ def check_plain(tensor: torch.Tensor, place: str) -> None:
 
 def _why_not_plain(tensor: torch.Tensor) -> tuple[str, ...] | None:
     """What a tensor is that is not plain strided bytes, why that cannot be planned, and perhaps what to do."""
+    if tensor.is_nested:
+        instead = "pad it (to_padded_tensor), or hand in its values and lengths"
+        return "a nested tensor", "its bytes are those of several tensors", instead
     if tensor.layout is not torch.strided:
         rule, instead = (
             "its bytes are more than one strided storage",
@@ -399,8 +402,8 @@ def _why_not_plain(tensor: torch.Tensor) -> tuple[str, ...] | None:
             rule,
             f"use dense tensors ({instead}), or sums over edges (index_add)",
         )
-    if tensor.is_quantized or tensor.is_nested:
-        return "a quantized or nested tensor", "its metadata is more than shape and stride"
+    if tensor.is_quantized:
+        return "a quantized tensor", "its metadata is more than shape and stride", "call dequantize() before"
     if tensor._is_zerotensor():
         return "a tensor of zeros without bytes", "autograd makes them where a tangent is zero"
     if tensor.is_neg() or tensor.is_conj():
