@@ -98,3 +98,61 @@ def test_nested_and_quantized_tensors(kind: str, measurements: Any):
     loop = loop_of_parts(kind)
     with pytest.raises(Unplannable, match=r"a (nested|quantized) tensor at .* instead,"):
         tightship.estimate(loop.model, loop.batch(0), loop.optimizer, loop.loss_fn)
+
+
+class Twice(torch.Tensor):
+    """Makes something else of an op than torch does."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func is nn.functional.linear else out
+
+
+class Named(torch.Tensor):
+    names_of_rows = ("a", "b")
+
+
+OWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "other results": lambda x: x.as_subclass(Twice),
+    "by its class": lambda x: x.as_subclass(Named),
+    "attributes": lambda x: x.as_subclass(Named),
+    "masked": lambda x: torch.masked.masked_tensor(x, x > 0),
+}
+
+
+def loop_of_class(kind: str, plain: bool) -> Loop:
+    """``plain``: the first batches are tensors of torch's own class, so that only later ones are of another."""
+    model = mlp()
+
+    def loss_fn(model, batch):
+        if kind == "masked" and not plain:
+            batch = batch.to_tensor(0.0)
+        out = model(batch)
+        by_class = kind == "by its class" and isinstance(batch, Named)
+        return out.square().mean() * (len(getattr(batch, "names_of_rows", ())) + 1 + by_class)
+
+    def batch(k):
+        x = pairs(k)[0]
+        return x if plain and k < 2 else OWN[kind](x)
+
+    return Loop(model, loss_fn, sgd(model), batch=batch)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")
+@pytest.mark.parametrize("kind", OWN)
+def test_tensors_of_classes_of_their_own(kind: str, measurements: Any):
+    with pytest.warns(Fallback, match=r"a tensor of the class (Twice|Named|MaskedTensor) at "):
+        verdict = run(lambda: loop_of_class(kind, False), measurements, strict=False)
+    assert verdict.kind == "identical" and not verdict.plans, verdict
+
+
+@pytest.mark.parametrize("kind", ["other results", "by its class"])
+def test_tensors_of_another_class_than_those_before(kind: str):
+    loop = loop_of_class(kind, plain=True)
+    step = tightship.fit(loop.model, loop.loss_fn, loop.optimizer, loop.batch(0), "100%", cache=None)
+    step(loop.batch(1))
+    before = [p.clone() for p in loop.model.parameters()]
+    with pytest.raises(Unplannable, match=r"a tensor of the class (Twice|Named) at .*instead, hand in"):
+        step(loop.batch(2))
+    assert all(map(torch.equal, before, loop.model.parameters()))

@@ -67,9 +67,13 @@ def is_fake(tensor: object) -> bool:
     return isinstance(getattr(tensor, "_local_tensor", tensor), _fake.FakeTensor)
 
 
-def is_nested_kind(kind: type) -> bool:
-    """Whether tensors of a class are jagged ones, made of several."""
-    return kind.__module__ == "torch.nested._internal.nested_tensor"
+_KNOWN_KINDS = "torch._subclasses", "torch.distributed", "torch.nn.parameter", "tightship"
+"""Modules of classes of tensors that are like plain ones, or looked at by themselves."""
+
+
+def is_own_class(kind: type) -> bool:
+    """Whether what ops do with tensors of a class may be what it says, rather than torch."""
+    return kind is not torch.Tensor and not kind.__module__.startswith(_KNOWN_KINDS)
 
 
 def another(fake: torch.Tensor) -> torch.Tensor:

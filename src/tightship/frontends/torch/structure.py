@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput
-from tightship.frontends.torch import compat_distributed
+from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.program import Ref
 
 __all__ = [
@@ -197,6 +197,7 @@ class TensorLeaf:
     device: str
     requires_grad: bool
     has_graph: bool = False
+    own_class: type | None = None
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorLeaf:
@@ -204,7 +205,7 @@ class TensorLeaf:
         return TensorLeaf(
             tensor.dtype, () if tensor.is_nested else tuple(tensor.shape),
             tuple(tensor.stride()) if strided else (), str(tensor.device), tensor.requires_grad,
-            tensor.grad_fn is not None,
+            tensor.grad_fn is not None, type(tensor) if compat.is_own_class(type(tensor)) else None,
         )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.sparse import LoopSparse, parts_of
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import Capture
-from tightship.frontends.torch.capture.tape import Origin, check_plain, source_line
+from tightship.frontends.torch.capture.tape import Origin, check_plain, is_plain, source_line
 from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.optimizer.given import each, twin_of
 from tightship.frontends.torch.program import tensors_in
@@ -110,7 +110,7 @@ class _LifeRecorder(Recorder):
     def _faked(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
             return x
-        if x.is_nested or x.is_quantized:
+        if not is_plain(x, own_class=True) and x.layout is torch.strided:
             check_plain(x, str(self._tracker.here()))
         self._check_foreign(x)
         if x.requires_grad or not is_strided(x):
@@ -184,6 +184,7 @@ class EagerLoop(Capture):
     Model, gradients, optimizer and random states stay as they are.
     """
 
+    own_classes = True
     tape: LifeTape
     recorder: _LifeRecorder
 

@@ -17,7 +17,7 @@ from tightship.frontends.torch.capture.random_state import drawn
 from tightship.frontends.torch.capture.sent_in_place import functional
 from tightship.frontends.torch.capture.slices import READS_DATA
 from tightship.frontends.torch.capture.sparse import SparseGradients
-from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker, check_plain
+from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker, check_plain, is_plain
 from tightship.frontends.torch.program import map_tree, tensors_in
 from tightship.frontends.torch.refusals import told
 
@@ -80,8 +80,8 @@ class Recorder(compat.TorchDispatchMode):
     def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(compat_distributed.is_distributed(kind) for kind in types):
             return NotImplemented  # the ops that it makes of this one, on each rank's own part, come here
-        if any(compat.is_nested_kind(kind) for kind in types):
-            self._check_not_nested((args, kwargs))
+        if any(compat.is_own_class(kind) for kind in types):
+            self._check_plain((args, kwargs))
         if fn is _DEVICE and compat.is_fake(args[0]):  # autograd asks this several times an op
             return compat.device_of_fake(args[0])
         if self.functional and (out := self._sent(fn, args)) is not NotImplemented:
@@ -261,19 +261,18 @@ class Recorder(compat.TorchDispatchMode):
     def _decomposed(self, fn: Any, args: Any, kwargs: Any) -> Any:
         # Composite ops arrive here only where autograd is switched off altogether (inference mode), and of nested
         # tensors.
-        self._check_not_nested((args, kwargs))
+        self._check_plain((args, kwargs))
         with self:
             return compat_ops.decompose(fn, args, kwargs)
 
-    def _check_not_nested(self, given: Any) -> None:
+    def _check_plain(self, given: Any) -> None:
         for x in tensors_in(given):
-            if x.is_nested:
-                check_plain(x, str(self._tracker.here()))
+            check_plain(x, str(self._tracker.here()))
 
     def _faked(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
             return x
-        if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        if not is_plain(x):
             check_plain(x, str(self._tracker.here()))
         self._check_foreign(x)
         part = not x.requires_grad and is_strided(x) and not is_whole(x)

@@ -31,7 +31,7 @@ from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.replaced_data import ReplacedData
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
-from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker, check_plain
+from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker, check_plain, is_plain
 from tightship.frontends.torch.optimizer.copy import Rows
 from tightship.frontends.torch.optimizer.given import Several, as_one
 from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
@@ -166,6 +166,9 @@ class _Fakes:
 
 
 class Capture:
+    own_classes = False
+    """Whether tensors of the batch are taken for plain ones whatever their class makes of ops."""
+
     def __init__(self, model: torch.nn.Module, batch: Any, name: str, device: str | None = None) -> None:
         self.model, self.batch, self.name = model, batch, name
         self.parameters = dict(model.named_parameters())
@@ -395,7 +398,7 @@ class Capture:
             if not isinstance(x, torch.Tensor):
                 return x
             k = next(position)
-            if x.layout is not torch.strided or x.is_nested or x.is_quantized:  # refused where it is read
+            if not is_plain(x, own_class=self.own_classes):  # refused where it is read
                 return x
             # One fake per leaf, even if two are the same tensor: in the next batch they may not be.
             fake = self._of_batch(x).requires_grad_(x.requires_grad)

@@ -379,6 +379,13 @@ def _info(tensor: torch.Tensor, storage: int) -> TapeValue:
     )
 
 
+def is_plain(tensor: torch.Tensor, *, own_class: bool = False) -> bool:
+    """Whether a tensor of the batch, or a constant, can be read by planned ops; with ``own_class`` whatever its class
+    makes of them."""
+    dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return dense and (own_class or not compat.is_own_class(type(tensor)))
+
+
 def check_plain(tensor: torch.Tensor, place: str) -> None:
     """Raises ``Unplannable`` for a tensor that is not plain strided bytes."""
     why = _why_not_plain(tensor)
@@ -389,6 +396,9 @@ def check_plain(tensor: torch.Tensor, place: str) -> None:
 
 def _why_not_plain(tensor: torch.Tensor) -> tuple[str, ...] | None:
     """What a tensor is that is not plain strided bytes, why that cannot be planned, and perhaps what to do."""
+    if compat.is_own_class(type(tensor)) and not tensor.is_nested:
+        what = f"a tensor of the class {type(tensor).__name__}"
+        return what, "its class may do something else", "hand in x.as_subclass(torch.Tensor)"
     if tensor.is_nested:
         instead = "pad it (to_padded_tensor), or hand in its values and lengths"
         return "a nested tensor", "its bytes are those of several tensors", instead
