@@ -139,3 +139,17 @@ def test_a_look_is_refused_where_only_compiled_code_may_run():
         errors.Unsupported, match=r"looking at what a step computes at .*test_compiled_looks.py.*mode"
     ):
         fit(model, logs([]), torch.optim.SGD(model.parameters(), 0.1), batch(), "80%", strict=True, **OPTIONS)
+
+
+@pytest.mark.filterwarnings("ignore::tightship.execute.interpreter.Fallback")
+def test_steps_go_on_in_eager_where_what_can_be_planned_at_last_has_no_room():
+    def freezes(model, b):
+        model[0].bias.requires_grad_(False)  # cannot be planned but where it is so
+        return plain(model, b)
+
+    model = net()
+    step = fit(model, freezes, torch.optim.SGD(model.parameters(), 0.1), batch(), "10KiB", **OPTIONS)
+    for k in range(3):
+        assert torch.isfinite(step(batch(k)))
+        assert step.metrics()["eager"] == 1
+    assert any("no plan" in note for note in step.notes)

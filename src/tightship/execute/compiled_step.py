@@ -78,17 +78,25 @@ class CompiledStep(CompiledTogether):
         with self._exclusive():
             self._renew()
         if not self._variants and not self._in_parts and self._for_now() is None:
-            self.prepare(batch)  # which says whether the update is apart, before the code has run for good
+            self._prepare_first(batch)
         return super().__call__(batch)
 
-    def _prepare(self, batch: Any) -> Plan:
+    def _prepare_first(self, batch: Any) -> None:
+        """Says whether the update is apart, before the code has run for good."""
+        if self._tries_again:
+            with self._exclusive():
+                self._plan_once_more(self._filled(batch))
+        else:
+            self.prepare(batch)
+
+    def _prepare_now(self, batch: Any) -> Plan:
         try:
-            return super()._prepare(batch)
+            return super()._prepare_now(batch)
         except NoFormula as no:
             if self._in_parts:
                 raise
             self._step_apart(no)
-            return super()._prepare(batch)
+            return super()._prepare_now(batch)
 
     def _step_apart(self, no: NoFormula) -> None:
         self._apart = True
