@@ -575,6 +575,41 @@ def test_updates_come_as_soon_as_their_gradients_do_and_after_the_last_read_of_w
     )  # not all at the end
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam])
+def test_a_step_that_fails_in_its_forward_pass_leaves_all_as_it_was_and_nothing_in_the_arena(make):
+    """Compiled code counts steps as soon as it likes, and an error that is kept has frames."""
+
+    def classified(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def everything():
+        state = [t.clone() for state in optimizer.state.values() for t in state.values()]
+        return [*state, *(p.detach().clone() for p in model.parameters())]
+
+    model = net()
+    optimizer = make(model.parameters(), 0.01)
+    x, y = data()[0], torch.arange(32) % 4
+    step = fit(model, classified, optimizer, (x, y), **OPTIONS)
+    step((x, y))
+    run, before = step._latest.executor._pass.call, everything()
+
+    def counted(args):
+        for state in optimizer.state.values():
+            state["step"] += 1
+        return run(args)
+
+    step._latest.executor._pass.call = counted
+    with pytest.raises(RuntimeError, match="index out of bounds") as error:
+        step((x, y + 10))
+    assert all(map(torch.equal, everything(), before))
+    assert any("as they were" in note for note in error.value.__notes__)
+    step._latest.executor._pass.call = run
+    step((x, y))
+    assert as_planned(step)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
 def test_where_a_graph_writes_is_noted_anew_when_a_plan_has_its_writes_elsewhere():
     """Else a product that reads a parameter is fused into a sum that comes after its update, and reads that."""
     gm = make_fx(stepped, tracing_mode="fake")(*inputs())

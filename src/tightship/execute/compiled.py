@@ -10,6 +10,7 @@ by the allocator, request by request, in every run (`CompiledPass`).
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -474,8 +475,10 @@ class CompiledPass:
             with allocator.replay(arena, self._script(placed, limit)) as session, meter:
                 session.seek(0)
                 results = self.call(args)
-        except RuntimeError as error:
-            if (match := _EXCEEDED.search(str(error))) is None or budget is None:
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # or who keeps the error keeps places in the arena
+            match = _EXCEEDED.search(str(error)) if isinstance(error, RuntimeError) else None
+            if match is None or budget is None:
                 raise
             raise BudgetExceeded(self.name, int(match[2]), budget) from error
         stats, begins = session.stats, self.pass_.begins

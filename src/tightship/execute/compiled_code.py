@@ -6,9 +6,11 @@ A part of `compiled_step`, whose problem and guarantee these are.
 from __future__ import annotations
 
 import inspect
+import math
 import pathlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +85,8 @@ class Compiled(NotCopied):
         self._device = device
         count = len(flat.numbers) + len(flat.op_numbers)
         self._numbers = [torch.zeros((), dtype=torch.float64) for _ in range(count)]
+        updated = {s for op in program.graph.ops if op.phase == "update" for s in op.mutates}
+        self._updates, self._counts = bool(updated), _counts(program, updated)
         name = program.graph.name
         (pass_,) = plan.passes
         self._pass = CompiledPass(call, pass_, plan.static, kind, f"the compiled {name}")
@@ -116,6 +120,7 @@ class Compiled(NotCopied):
             inputs.clear()
         self._make_state(tensors)
         args = [tensors[k] for k in self.flat.slots]
+        counts = [tensors[k] for k in self._counts]
         del tensors
         values = [n.read(self.optimizer) for n in self.flat.numbers]
         values += [n.of(self.program) for n in self.flat.op_numbers]
@@ -124,9 +129,9 @@ class Compiled(NotCopied):
         args += self._numbers
         if self.arena is None:
             self.arena = self.reserve(self.extent)
-        if updating is not None and any(op.phase == "update" for op in self.program.graph.ops):
-            updating.begin()
-        with torch.no_grad():
+        if updating is not None and self._updates:
+            updating.begin(perhaps=True)
+        with torch.no_grad(), _as_before_an_error(counts):
             results = self._pass.run(args, self.arena, placed=True, budget=self.plan.budget)
         if updating is not None:
             updating.complete()
@@ -150,6 +155,31 @@ class Compiled(NotCopied):
             state = updater.optimizer.state[member.param]
             for k, key in zip(at, member.state_keys, strict=True):
                 tensors[k] = state_at(state, key)
+
+
+def _counts(program: Program, updated: Collection[int]) -> list[int]:
+    """The slots of what an optimizer keeps of a parameter as one number, such as its count of steps."""
+    values = program.graph.values
+    return [
+        k
+        for k, slot in enumerate(program.slots)
+        if slot.role == "state"
+        and values[slot.value].storage in updated
+        and math.prod(values[slot.value].shape) == 1
+    ]
+
+
+@contextmanager
+def _as_before_an_error(counts: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Compiled code counts a step before it knows of errors in the forward pass. Of other devices nothing fails here
+    that has not ended."""
+    known = [(t, t.item()) for t in counts if t.device.type == "cpu"]
+    try:
+        yield
+    except BaseException:
+        for t, was in known:
+            t.fill_(was)
+        raise
 
 
 def _first_state(updater: Updater) -> None:

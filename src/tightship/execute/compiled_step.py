@@ -20,9 +20,12 @@ from tightship.errors import Infeasible, Unsupported
 from tightship.execute.binding import Binding
 from tightship.execute.compiled_code import Compilation, Compiled, WholePlan
 from tightship.execute.compiled_ranks import CompiledTogether, Decision, read_decision
+from tightship.execute.interpreter import Fallback
 from tightship.execute.parts import bytes_of_inputs, gradients_of
 from tightship.execute.prepared import Thrashing, Variant, log_plan
+from tightship.execute.train_variants import callers_level
 from tightship.frontends.torch import compat_inductor
+from tightship.frontends.torch.capture.expectations import Expectation
 from tightship.frontends.torch.capture.flat import NoFormula, fixed_settings
 from tightship.frontends.torch.capture.number_inputs import (
     OpNumber,
@@ -30,6 +33,7 @@ from tightship.frontends.torch.capture.number_inputs import (
     places_said_by_data,
     takes,
 )
+from tightship.frontends.torch.capture.readings import Read
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import Program
 from tightship.plan import Plan
@@ -49,7 +53,7 @@ class CompiledStep(CompiledTogether):
     other number that is of the ops compiles again, which ``notes`` says.
     """
 
-    _shares_updates = _may_guess = False
+    _shares_updates = _looks_beside_ranks = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         compat_inductor.require_inductor()
@@ -74,17 +78,25 @@ class CompiledStep(CompiledTogether):
         with self._exclusive():
             self._renew()
         if not self._variants and not self._in_parts and self._for_now() is None:
-            self.prepare(batch)  # which says whether the update is apart, before the code has run for good
+            self._prepare_first(batch)
         return super().__call__(batch)
 
-    def _prepare(self, batch: Any) -> Plan:
+    def _prepare_first(self, batch: Any) -> None:
+        """Says whether the update is apart, before the code has run for good."""
+        if self._tries_again:
+            with self._exclusive():
+                self._plan_once_more(self._filled(batch))
+        else:
+            self.prepare(batch)
+
+    def _prepare_now(self, batch: Any) -> Plan:
         try:
-            return super()._prepare(batch)
+            return super()._prepare_now(batch)
         except NoFormula as no:
             if self._in_parts:
                 raise
             self._step_apart(no)
-            return super()._prepare(batch)
+            return super()._prepare_now(batch)
 
     def _step_apart(self, no: NoFormula) -> None:
         self._apart = True
@@ -102,6 +114,10 @@ class CompiledStep(CompiledTogether):
     ) -> Variant:
         if part == "update" and self._apart:
             return super()._variant(captured, modes, part=part, beside=beside)
+        look = _first_look(captured)
+        if look is not None:
+            self._note_look(look)
+            return super()._variant(captured, modes, part=part, beside=beside)
         if part != "update":
             self._note_return(captured.graph)
         try:
@@ -112,6 +128,24 @@ class CompiledStep(CompiledTogether):
             self._step_apart(no)
             return super()._variant(captured, modes, part=part, beside=beside)
         return self._compiled_variant(captured, executor, modes, part)
+
+    def _note_look(self, place: str) -> None:
+        """Says that a step is not compiled whose code looks at what it computes. Raises ``Unsupported`` if that is to
+        be strict."""
+        if self.settings.strict:
+            raise Unsupported(
+                f"looking at what a step computes at {place}, in compiled mode",
+                "a compiled step runs as a whole, when its code has ended",
+                'look at what the step returns instead, use mode="exact", or leave out strict=True: such steps '
+                "then run op by op, within the budget",
+            )  # fmt: skip
+        note = (
+            f"steps whose code looks at what they compute, at {place}, run op by op, as in exact mode, within the "
+            "budget: a compiled step runs as a whole. Look at what the step returns instead"
+        )
+        if note not in self._notes:
+            self._notes.append(note)
+            warnings.warn(note, Fallback, stacklevel=callers_level())
 
     def _first_compiled(self, captured: Program, beside: int) -> Any:
         """With the numbers that data have said as inputs, where there is room for these."""
@@ -154,7 +188,11 @@ class CompiledStep(CompiledTogether):
     def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
         """What was compiled runs with other numbers where they are inputs. Where they are not, it is compiled again,
         and those that have changed are inputs from then on, where they can be."""
-        places, executor = changed_places(variant.captured, numbers), cast(Compiled, variant.executor)
+        executor = variant.executor
+        if not isinstance(executor, Compiled):
+            super()._change(variant, captured, numbers)
+            return
+        places = changed_places(variant.captured, numbers)
         if executor.takes(places, captured):
             executor.change_numbers(captured)
         else:
@@ -206,4 +244,9 @@ class CompiledStep(CompiledTogether):
         return no
 
 
-# --- running ---------------------------------------------------------------------------------------------------
+def _first_look(program: Program) -> str | None:
+    """Where the step's code first looks at what it computes, or goes by an answer about that."""
+    for call in program.calls:
+        if isinstance(call.fn, Read) or (isinstance(call.fn, Expectation) and not call.fn.raises):
+            return call.fn.place
+    return None

@@ -29,20 +29,21 @@ class Updating:
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
         self._came: list[int] = []
-        self._half = False
+        self._half = ""  # what an error says by then
 
-    def begin(self) -> None:
-        """To be called before the first update. Only the main thread hears of signals."""
+    def begin(self, *, perhaps: bool = False) -> None:
+        """To be called before the first update, or, as ``perhaps`` says, before what leads to it as well. Only the
+        main thread hears of signals."""
         if not self._handlers and threading.current_thread() is threading.main_thread():
             for number in _HELD:
                 if callable(handler := signal.getsignal(number)):
                     self._handlers[number] = handler
                     signal.signal(number, self._hold)
-        self._half = True
+        self._half = _PERHAPS if perhaps else _NOTE
 
     def complete(self) -> None:
         """To be called after the last update."""
-        self._half = False
+        self._half = ""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -51,7 +52,7 @@ class Updating:
             yield
         except BaseException as error:
             if self._half and not isinstance(error, PeerFailed):  # which says so itself
-                error.add_note(_NOTE)
+                error.add_note(self._half)
             raise
         finally:
             self._let_go()
@@ -81,4 +82,8 @@ _SAID: Final = (
 _NOTE: Final = (
     "some parameters of the model were updated and others not, as the step had begun to update them: go on from a "
     "checkpoint"
+)
+_PERHAPS: Final = (
+    "a compiled step updates as it goes: where the error is of its forward pass (a target that is no class), "
+    "parameters and optimizer state are as they were; otherwise some may be updated: go on from a checkpoint"
 )

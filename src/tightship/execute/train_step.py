@@ -329,19 +329,7 @@ class TrainStep(TrainUpdate):
         parameters."""
         if self._divergence is not None:
             self._divergence.look((p for _, p in self._owned.parameters if p.requires_grad), callers_level())
-        if self._tries_again:
-            self._tries_again = False
-            try:
-                with self._as_preparing():
-                    self._prepare_now(batch)
-            # As before: it was said that the budget is not kept.
-            except (Unsupported, BadInput, Infeasible) as no:
-                self._fall_back(no)
-            except Exception as error:  # which eager may not raise, or raises itself
-                what = f"code of the step that raises {type(error).__name__} on stand-ins for tensors"
-                self._fall_back(Unsupported(what, "it may ask for what is there only when the step runs"))
-            else:
-                self._notes = [n.replace(_IN_EAGER, _AT_FIRST) for n in self._notes]
+        self._plan_once_more(batch)
         unplanned = self._in_eager = self._unplanned or self._for_now()
         if unplanned is not None:
             out = self._run_unplanned(unplanned, batch, whole=held is None)
@@ -364,6 +352,23 @@ class TrainStep(TrainUpdate):
             except Unsupported:  # the code does not run once more: what one part needs is not said of all
                 no = no.with_enough(())
             raise no from None
+
+    def _plan_once_more(self, batch: Any) -> None:
+        """Where a step in eager was to set up what was missing: if it has not, steps go on in eager."""
+        if not self._tries_again:
+            return
+        self._tries_again = False
+        try:
+            with self._as_preparing():
+                self._prepare_now(batch)
+        # As before: it was said that the budget is not kept.
+        except (Unsupported, BadInput, Infeasible) as no:
+            self._fall_back(no)
+        except Exception as error:  # which eager may not raise, or raises itself
+            what = f"code of the step that raises {type(error).__name__} on stand-ins for tensors"
+            self._fall_back(Unsupported(what, "it may ask for what is there only when the step runs"))
+        else:
+            self._notes = [n.replace(_IN_EAGER, _AT_FIRST) for n in self._notes]
 
     @staticmethod
     def _is_anomaly_ours() -> bool:

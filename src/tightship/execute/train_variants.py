@@ -68,8 +68,8 @@ class TrainVariants(PlannedTogether):
 
     _shares_updates = True
     """Whether parameters may share the op that updates them."""
-    _may_guess = True
-    """Whether answers to questions may be taken for granted (`Guesses`)."""
+    _looks_beside_ranks = True
+    """Whether code that runs together with other ranks may look at what its step computes."""
 
     def __init__(
         self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings, *,
@@ -96,9 +96,9 @@ class TrainVariants(PlannedTogether):
         self._has_no_update = False
         self._shared: list[torch.Tensor] = []
         alone = ranks is None and (independent or compat_distributed.world_size() == 1)
-        self._guesses = Guesses() if alone and self._may_guess and not settings.strict else None
-        waits = alone or (self._replicas is not None and not self._replicas.shards)
-        self._readings = Readings() if waits and self._may_guess and not settings.stream else None
+        self._guesses = Guesses() if alone and not settings.strict else None
+        looks_beside = self._looks_beside_ranks and self._replicas is not None and not self._replicas.shards
+        self._readings = Readings() if (alone or looks_beside) and not settings.stream else None
 
     def take_over_ddp(self, ddp: Any) -> None:
         """From here on the DistributedDataParallel of the model evaluates, and this trains."""
