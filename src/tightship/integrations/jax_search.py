@@ -325,7 +325,8 @@ class Search:
     def _with_reserve(self, beyond: float) -> float:
         """The bytes to plan for at first: fewer than ``beyond``, where that costs next to nothing. Plans of loops are
         many searches each, and XLA makes less of them than the model."""
-        parts = (1.0, _SPARED) if self.room > 0 and not self._loops else ()
+        divided = "in_shardings" in self.told  # among devices: what the model has is roughly in proportion
+        parts = (1.0, _SPARED) if self.room > 0 and not self._loops and not divided else ()
         for less in (part * self.room for part in parts):
             level = self._level(less) if less < beyond else None
             if level is not None and (level.peak > less * self._scale or not self._costs_nothing(level)):
