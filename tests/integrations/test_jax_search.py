@@ -11,14 +11,10 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
-from tightship.errors import Infeasible  # noqa: E402
-from tightship.frontends.jax_ops import Ops  # noqa: E402
 from tightship.integrations.jax_bodies import program_of  # noqa: E402
 from tightship.integrations.jax_compiled import Memory, look_at  # noqa: E402
-from tightship.integrations.jax_schedules import fused_peak, plan_steps  # noqa: E402
+from tightship.integrations.jax_schedules import fused_peak  # noqa: E402
 from tightship.integrations.jax_search import Search  # noqa: E402
-from tightship.planners import default  # noqa: E402
-from tightship.simulate import baseline, replay  # noqa: E402
 
 KEY = jax.random.PRNGKey(0)
 
@@ -131,27 +127,3 @@ def test_plans_with_as_many_operations_as_the_best_are_passed_over(monkeypatch) 
         4.0,
         5.0,
     )  # looked at: it may show where more begins
-
-
-def test_a_search_is_short_unless_it_finds_nothing(monkeypatch) -> None:
-    params, x = given()
-    graph = Ops(program_of(jax.make_jaxpr(step_of(layers))(params, x))).graph
-    most = replay(graph, baseline(graph)).peak - graph.static_bytes
-    works, real = [], default.plan
-
-    def plan(graph, limit, options, **more):
-        works.append((limit, options.work))
-        return real(graph, limit, options, **more)
-
-    monkeypatch.setattr(default, "plan", plan)
-    plan_steps(graph, 0.6 * most, 4_000_000)
-    assert [work for _, work in works] == [250_000]
-
-    def none(graph, limit, options, **more):
-        works.append((limit, options.work))
-        raise Infeasible(budget=limit, lower_bound=limit, best_peak=2 * limit)
-
-    works.clear()
-    monkeypatch.setattr(default, "plan", none)
-    plan_steps(graph, 0.6 * most, 4_000_000)
-    assert works[0][0] == works[1][0] and [work for _, work in works] == [250_000, *[4_000_000] * 3]

@@ -20,9 +20,9 @@ __all__ = ["TIGHTENED", "Schedules", "check_steps", "fused_peak", "peak_of", "pl
 _SPARE = 256
 """This part of the least bytes is added to them where less was asked for: their last ones may cost whole loops."""
 _MANY, _ENOUGH, _TIMES = 1_000_000, 250_000, 1000
-"""A search simulates so many ops at most, or this many times its graph if that is more: with more nothing better was
-found but where there is next to no plan. Searches of at most so much work, ``_MANY``, are many in a step with loops:
-there none goes on."""
+"""Searches of so much work are many in a step with loops: each simulates so many ops at most, or this many times its
+graph if that is more. With more nothing better was found in bodies of loops. Steps without loops have few searches:
+of some small ones less work finds plans with more operations."""
 _DROPPED = 64
 """Repetitions of repetitions that are tried to be left out."""
 TIGHTENED = 3
@@ -75,15 +75,13 @@ def plan_steps(graph: Graph, beyond: float, work: int) -> Steps:
     if limit < least:  # for which nothing is found, slowly
         limit = least + (least - graph.static_bytes) // _SPARE
     quick = min(work, max(_ENOUGH, _TIMES * len(graph.ops)))
-    rows = [quick] * TIGHTENED if work <= _MANY else [quick] * (quick < work) + [work] * TIGHTENED
+    rows = [quick if work <= _MANY else work] * TIGHTENED
     for most in rows:
         options = default.Options(order="given", place=False, seconds=60.0, work=most, gap=0.01)
         try:
             made = default.plan(graph, limit, options, prove=False)  # nobody reads its bound
             break
         except Infeasible as error:
-            if most < rows[-1]:
-                continue  # the same again, for longer
             limit = max(error.best_peak, error.lower_bound)
             limit += (limit - graph.static_bytes) // _SPARE
     else:

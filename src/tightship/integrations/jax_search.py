@@ -235,8 +235,9 @@ class Search:
 
     @property
     def _loops(self) -> bool:
-        """Whether the program has loops, or shard maps, that hand values on to those of its backward pass."""
-        return self.planner.has_pairs(self.program)
+        """Whether the program has loops, or shard maps, that hand values on to those of its backward pass, or is
+        divided among devices: what the model has is roughly what XLA makes of it."""
+        return self.planner.has_pairs(self.program) or "in_shardings" in self.told
 
     @property
     def _almost(self) -> float:
@@ -270,7 +271,7 @@ class Search:
                 break
             level = self._level(beyond)
             peak = level.peak / scale
-            if self._last is not None and low == 0 and not self._costs_nothing(level):
+            if self._last is not None and low == 0 and (self._loops or not self._costs_nothing(level)):
                 planned, compiled = self._last
                 self._by_policies(level.flops, _MAYBE * self.room * scale * planned / max(1, compiled))
                 fits, level = self.fitting(), self._level(beyond)
@@ -325,8 +326,7 @@ class Search:
     def _with_reserve(self, beyond: float) -> float:
         """The bytes to plan for at first: fewer than ``beyond``, where that costs next to nothing. Plans of loops are
         many searches each, and XLA makes less of them than the model."""
-        divided = "in_shardings" in self.told  # among devices: what the model has is roughly in proportion
-        parts = (1.0, _SPARED) if self.room > 0 and not self._loops and not divided else ()
+        parts = (1.0, _SPARED) if self.room > 0 and not self._loops else ()
         for less in (part * self.room for part in parts):
             level = self._level(less) if less < beyond else None
             if level is not None and (level.peak > less * self._scale or not self._costs_nothing(level)):
