@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from tightship.analysis.bounds import lower_bound
+from tightship.cached import cached_property
 from tightship.frontends.jax_function import on_values
 from tightship.frontends.jax_ops import Ops
 from tightship.frontends.jax_program import Equation, Program
@@ -32,7 +33,14 @@ from tightship.integrations.jax_frames import Frame, Share, frame_of, policy_ste
 from tightship.integrations.jax_invariants import constants_of, flops_moved_out, moved_out
 from tightship.integrations.jax_pairs import Pair, PlannedPair, crossing_bytes, handed_on, pairs_of
 from tightship.integrations.jax_policies import POLICIES, Steps, all_saved, block_names, unbeaten
-from tightship.integrations.jax_schedules import TIGHTENED, Schedules, check_steps, peak_of, whole_steps
+from tightship.integrations.jax_schedules import (
+    TIGHTENED,
+    Schedules,
+    check_steps,
+    fused_peak,
+    peak_of,
+    whole_steps,
+)
 from tightship.simulate import baseline, replay
 
 __all__ = ["Level", "Planner", "unplanned_bytes"]
@@ -56,6 +64,11 @@ class Level:
     peak: int
     flops: int
     again: int
+
+    @cached_property
+    def fused_peak(self) -> int:
+        """The peak where XLA fuses what is made again."""
+        return fused_peak(self.ops, self.steps)
 
 
 _Planned = tuple[Level, PlannedPair | None]
@@ -249,6 +262,10 @@ class Planner:
         *_, made, log = min(found, key=lambda row: row[:3])
         self.log = [*kept, *log]
         return made
+
+    def has_pairs(self, program: Program) -> bool:
+        """Whether a program has loops or shard maps that hand values on to those of its backward pass."""
+        return bool(self._pairs_of(program))
 
     def _pairs_of(self, program: Program) -> tuple[Pair, ...]:
         if id(program) not in self._pairs:

@@ -8,19 +8,21 @@ from typing import Any
 
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
+from tightship.frontends.jax_ops import ELEMENTWISE, FREE, Ops
 from tightship.graph import Graph, aligned
 from tightship.integrations.jax_policies import Steps
 from tightship.plan import Step
 from tightship.planners import default
 from tightship.simulate import baseline, extras, replay
 
-__all__ = ["TIGHTENED", "Schedules", "check_steps", "peak_of", "plan_steps", "whole_steps"]
+__all__ = ["TIGHTENED", "Schedules", "check_steps", "fused_peak", "peak_of", "plan_steps", "whole_steps"]
 
 _SPARE = 256
 """This part of the least bytes is added to them where less was asked for: their last ones may cost whole loops."""
 _MANY, _ENOUGH, _TIMES = 1_000_000, 250_000, 1000
 """Searches of so much work are many in a step with loops: each simulates so many ops at most, or this many times its
-graph if that is more. With more nothing better was found in bodies of loops. A step without loops has one search."""
+graph if that is more. With more nothing better was found in bodies of loops. Steps without loops have few searches:
+of some small ones less work finds plans with more operations."""
 _DROPPED = 64
 """Repetitions of repetitions that are tried to be left out."""
 TIGHTENED = 3
@@ -72,9 +74,10 @@ def plan_steps(graph: Graph, beyond: float, work: int) -> Steps:
     limit, least = graph.static_bytes + int(beyond), int(aligned(lower_bound(graph)))
     if limit < least:  # for which nothing is found, slowly
         limit = least + (least - graph.static_bytes) // _SPARE
-    work = min(work, max(_ENOUGH, _TIMES * len(graph.ops))) if work <= _MANY else work
-    options = default.Options(order="given", place=False, seconds=60.0, work=work, gap=0.01)
-    for _ in range(TIGHTENED):
+    quick = min(work, max(_ENOUGH, _TIMES * len(graph.ops)))
+    rows = [quick if work <= _MANY else work] * TIGHTENED
+    for most in rows:
+        options = default.Options(order="given", place=False, seconds=60.0, work=most, gap=0.01)
         try:
             made = default.plan(graph, limit, options, prove=False)  # nobody reads its bound
             break
@@ -154,6 +157,44 @@ def peak_of(graph: Graph, steps: Steps) -> int:
     for (_, op), more in zip(steps, change, strict=False):
         live += more
         peak = max(peak, live + extra[op])
+    return peak
+
+
+def fused_peak(ops: Ops, steps: Steps) -> int:
+    """The peak of `whole_steps` beyond what is given, where what is made again element by element and read element by
+    element is fused into its readers, as XLA does: it takes no bytes, and what it reads is there until they ran."""
+    graph, equations = ops.graph, ops.program.equations
+    reads, defines, size = graph.uses.reads, graph.uses.defines, [s.size for s in graph.storages]
+    names = [equations[row[-1]].name for row in ops.members]
+    element_by_element = [name in ELEMENTWISE or name in FREE for name in names]
+    fuses = [own or name.startswith("reduce_") for own, name in zip(element_by_element, names, strict=True)]
+    maker = dict[int, int]()  # the step that made a storage last
+    sources: list[list[int]] = []
+    readers: list[list[int]] = [[] for _ in steps]
+    for i, (_, op) in enumerate(steps):
+        sources.append([maker[s] for s in reads[op] if s in maker])
+        for k in sources[i]:
+            readers[k].append(i)
+        maker |= dict.fromkeys(defines[op], i)
+    results = {maker[s] for s in graph.kept if s in maker}
+    until = [len(steps) if i in results else i for i in range(len(steps))]
+    fused = [False] * len(steps)
+    for i in reversed(range(len(steps))):
+        twice, op = steps[i]
+        inside = readers[i] and i not in results and all(fuses[steps[k][1]] for k in readers[i])
+        fused[i] = bool(twice and element_by_element[op] and inside)
+        # Readers that are fused pass on how long what they read is there.
+        until[i] = max([until[i], *(until[k] if fused[k] else k for k in readers[i])])
+    change = [0] * (len(steps) + 2)
+    for i, (_, op) in enumerate(steps):
+        if not fused[i]:
+            nbytes = sum(size[s] for s in defines[op])
+            change[i] += nbytes
+            change[until[i] + 1] -= nbytes
+    live, peak, extra = 0, 0, extras(graph).tolist()
+    for i, (_, op) in enumerate(steps):
+        live += change[i]
+        peak = max(peak, live if fused[i] else live + extra[op])
     return peak
 
 

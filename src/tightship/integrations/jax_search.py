@@ -53,19 +53,20 @@ def _key(level: Level, log: list[Any]) -> str:
 @dataclass(frozen=True)
 class _Policy:
     """A policy's program, planned beside its loops for ``beyond`` bytes; ``planned``: for what there is, or that has
-    been done."""
+    been done, or there are none; ``takes``: bytes by the model."""
 
     name: str
     level: Level
     beyond: float
     log: list[Any]
     planned: bool
+    takes: int
 
     @cached_property
     def least(self) -> int:
-        """Bytes that it takes however it is planned beside its loops."""
+        """Bytes that it takes by the model, however it is planned beside its loops."""
         graph = self.level.ops.graph
-        return self.level.peak if self.planned else lower_bound(graph) - graph.static_bytes
+        return self.takes if self.planned else lower_bound(graph) - graph.static_bytes
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -98,6 +99,9 @@ each byte saved as many as those that were taken from the step cost."""
 _LEFT_OUT = 0.9
 """Part of what XLA takes for the step as it is that the model has for it without what loops take inside, at least,
 for that to be left out of the bytes that the first plan is asked to take."""
+_SPARED = 0.88
+"""Part of the budget's temporaries that the first plan of a step without loops is to take, where that costs next to
+nothing by the model: XLA makes up to a seventh more of it."""
 _AIM = 0.97
 """Part of the budget's temporaries that the next plan is to take, after one that took more."""
 _ALMOST, _MAYBE = 2.0, 1.15
@@ -169,6 +173,7 @@ class Search:
         self._looks: dict[tuple[str, bool], Candidate] = {}
         self._last: tuple[float, int] | None = None
         self._policies: list[_Policy] | None = None
+        self._levels: dict[float, tuple[Level, list[Any]]] = {}
 
     @property
     def room(self) -> int:
@@ -222,11 +227,17 @@ class Search:
             least = min(c.level.flops for c in fits)
             if any(self._cheap(c) for c in fits if c.level.flops == least):
                 return
-            made = min(max(1, c.memory.temporaries) / max(1, c.level.peak) for c in self.found)
+            made = min(max(1, c.memory.temporaries) / self._takes(c.level) for c in self.found)
             most = _MAYBE * self.room / made
         self._by_policies(least, most)
         if not self.fitting() and self.before.total > self.limit:
             self._elsewhere()
+
+    @property
+    def _loops(self) -> bool:
+        """Whether the program has loops, or shard maps, that hand values on to those of its backward pass, or is
+        divided among devices: what the model has is roughly what XLA makes of it."""
+        return self.planner.has_pairs(self.program) or "in_shardings" in self.told
 
     @property
     def _almost(self) -> float:
@@ -248,21 +259,22 @@ class Search:
         more = self._begins_with(self.planner.unplanned(self.program) / scale)
         if unplanned < _LEFT_OUT * self.before.temporaries:
             beyond, more = more, 0.0
-        if beyond >= unplanned and self.planner.level(self.program, math.inf).peak <= beyond * scale:
+        if beyond >= unplanned and self._level(math.inf).peak <= beyond * scale:
             beyond = math.inf  # not so where the step's own checkpoints make less of it
+        else:
+            beyond = self._with_reserve(beyond)
         most = 2 * _TRIES if self._small else _TRIES
         for tries in range(2 * _TRIES):
             late = tries >= (_AT_LEAST if low > 0 else _TRIES) and time.process_time() > self.until
             fits = self.fitting()
             if self.room <= 0 or (fits and ((low > 0 and tries >= most) or late)):
                 break
-            self.planner.log = []
-            level, log = self.planner.level(self.program, beyond * scale), self.planner.log
+            level = self._level(beyond)
             peak = level.peak / scale
-            if self._last is not None and low == 0:
+            if self._last is not None and low == 0 and (self._loops or not self._costs_nothing(level)):
                 planned, compiled = self._last
                 self._by_policies(level.flops, _MAYBE * self.room * scale * planned / max(1, compiled))
-                fits, self.planner.log = self.fitting(), log
+                fits, level = self.fitting(), self._level(beyond)
             if tries and level.flops > min((c.level.flops for c in fits), default=math.inf) and low == 0:
                 break
             takes, known = min(beyond, peak), len(self._looks)
@@ -284,6 +296,9 @@ class Search:
                 if self._cheap(made) or made.memory.temporaries >= _NEAR * self.room:
                     break
                 following = min(min(beyond, high) + 0.9 * spare, (low + high) / 2)
+                low, following = self._with_fewer_operations(low, following, high)
+                if following <= low:
+                    break
             elif low > 0:
                 high = min(high, takes)
                 following = (low + high) / 2
@@ -294,6 +309,41 @@ class Search:
             if beyond == 0.0 or following < 0 or abs(following - beyond) < 0.01 * following:
                 break
             beyond = following
+
+    def _level(self, beyond: float) -> Level:
+        """The plan for so many bytes, by XLA's measure; what it decided is the planner's log."""
+        if beyond not in self._levels:
+            self.planner.log = []
+            level = self.planner.level(self.program, beyond * self._scale)
+            self._levels[beyond] = level, self.planner.log
+        level, self.planner.log = self._levels[beyond]
+        return level
+
+    def _costs_nothing(self, level: Level) -> bool:
+        """Whether next to nothing runs again by the model."""
+        return level.flops <= _CHEAP * self._flops
+
+    def _with_reserve(self, beyond: float) -> float:
+        """The bytes to plan for at first: fewer than ``beyond``, where that costs next to nothing. Plans of loops are
+        many searches each, and XLA makes less of them than the model."""
+        parts = (1.0, _SPARED) if self.room > 0 and not self._loops else ()
+        for less in (part * self.room for part in parts):
+            level = self._level(less) if less < beyond else None
+            if level is not None and (level.peak > less * self._scale or not self._costs_nothing(level)):
+                break
+            beyond = min(beyond, less)
+        return beyond
+
+    def _with_fewer_operations(self, low: float, following: float, high: float) -> tuple[float, float]:
+        """Between the most bytes ``low`` whose plan is within the budget and the least ``high`` whose plan is not:
+        those to plan for next, or ``low`` if there are none. A plan with as many operations as the best is no better,
+        wherever XLA has it."""
+        fewest = min(c.level.flops for c in self.fitting())
+        while high < math.inf and self._level(following).flops >= fewest:
+            low, following = following, (following + high) / 2
+            if following - low < 0.01 * following:
+                return low, low
+        return low, following
 
     def _begins_with(self, unplanned: float) -> float:
         """The bytes to plan for at first, where the step as it is takes ``unplanned`` by the model: those there are
@@ -333,14 +383,14 @@ class Search:
             if row.level.flops > flops:
                 break
             self._policies.remove(row)
-            if self._hopeless(row.name, row.least, _UNLIKE if most < math.inf else _FAR):
+            if self._hopeless(row.least, _UNLIKE if most < math.inf else _FAR, row.name):
                 passed.append(row)
                 continue
             if not row.planned and row.level.peak > self.room * self._scale:
                 self._policies.append(self._policy(row.name, self.room * self._scale))
                 row = replace(row, planned=True)
             far = max(most, self._almost) if row.level.flops < _CHEAPER * flops else most
-            if row.level.peak > far:
+            if row.takes > far:
                 passed.append(row)
                 continue
             self.planner.log = row.log
@@ -348,11 +398,20 @@ class Search:
                 break
         self._policies += passed
 
-    def _hopeless(self, name: str, peak: int, unlike: float) -> bool:
-        """Whether XLA's other programs say that a policy's with such a ``peak`` is far above the budget."""
-        made = [(c.log[:1] == [name], c.memory.temporaries / max(1, c.level.peak)) for c in self.found]
+    def _hopeless(self, peak: int, unlike: float, name: str = "") -> bool:
+        """Whether XLA's other programs say that one with such a ``peak``, of a policy by ``name``, is far above the
+        budget."""
+        made = [(c.log[:1] == [name], c.memory.temporaries / self._takes(c.level)) for c in self.found]
         own, any_one = (min((r for of, r in made if of or not alike), default=0.0) for alike in (True, False))
+        if (
+            unlike == _FAR and not self._loops
+        ):  # all that is left: one program that took more says little of others
+            any_one = min(any_one, 1.0)
         return self.room < peak * max(own / _ALIKE, any_one / unlike)
+
+    def _takes(self, level: Level) -> int:
+        """Bytes that a program takes by the model. Around loops XLA fuses little of what is there at the peak."""
+        return max(1, level.peak if self._loops else level.fused_peak)
 
     def _of_policies(self) -> Iterator[_Policy]:
         """The policies' levels, as `jax.checkpoint` has them. Where one takes more than there is by the model, what
@@ -363,14 +422,14 @@ class Search:
     def _policy(self, name: str, beyond: float) -> _Policy:
         self.planner.log = []
         level = self.planner.by_policy(self.program, name, beyond)
-        return _Policy(name, level, beyond, self.planner.log, beyond < math.inf)
+        planned = beyond < math.inf or not self._loops
+        return _Policy(name, level, beyond, self.planner.log, planned, self._takes(level))
 
     def look(self, level: Level, beyond: float) -> Candidate:
-        """The program of a level, as XLA orders it in the way that took less before; both ways are tried at first,
-        and where the other may be within the budget."""
+        """The program of a level, as XLA orders it in the way that took less before; where that is not within the
+        budget, in the other one, too: the first time, and where the other may be within it."""
         log = self.planner.log
         key = _key(level, log)
-        lowered = None
         for order in self._orders:
             made = [c for (k, _), c in self._looks.items() if k == key]
             least = min((c.memory.temporaries for c in made), default=0)
@@ -419,13 +478,19 @@ class Search:
                 return
             beyond = math.inf if part == 1.0 else low + part * (high - low)
             self.planner.log = []
-            self.look(self.planner.level(self.program, beyond), beyond)
+            level = self.planner.level(self.program, beyond)
+            if k < anyhow or self._loops or not self._hopeless(self._takes(level), _FAR):
+                self.look(level, beyond)
 
     def _by_blocks(self) -> None:
         """All ways to cut the step into blocks, in both of XLA's orders, the better one first, up to the first that
         is within the budget: the model does not know which of them XLA makes least of. Those that are far above it in
         the one order are not looked at in the other."""
         rows = sorted(self.planner.blocks(self.program).items(), key=lambda row: row[1].flops)
+        if not self._loops:  # of which the model says less
+            rows = [
+                (name, level) for name, level in rows if not self._hopeless(self._takes(level), _FAR, name)
+            ]
         for order in sorted(self._orders, key=self._least_in):
             for name, level in rows:
                 if self.fitting() or self._late:
