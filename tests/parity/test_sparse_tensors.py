@@ -145,6 +145,8 @@ def test_tensors_of_classes_of_their_own(kind: str, measurements: Any):
     with pytest.warns(Fallback, match=r"a tensor of the class (Twice|Named|MaskedTensor) at "):
         verdict = run(lambda: loop_of_class(kind, False), measurements, strict=False)
     assert verdict.kind == "identical" and not verdict.plans, verdict
+    loop = loop_of_class("other results" if kind == "attributes" else kind, False)
+    assert tightship.estimate(loop.model, loop.batch(0), loop.optimizer, loop.loss_fn).peak > 0
 
 
 @pytest.mark.parametrize("kind", ["other results", "by its class"])

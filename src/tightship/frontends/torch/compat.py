@@ -76,6 +76,11 @@ def is_own_class(kind: type) -> bool:
     return kind is not torch.Tensor and not kind.__module__.startswith(_KNOWN_KINDS)
 
 
+def has_own_ops(kind: type) -> bool:
+    """Whether a class of tensors says itself what ops do with them."""
+    return getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+
+
 def another(fake: torch.Tensor) -> torch.Tensor:
     """Another fake tensor that looks the same; a leaf."""
     mode: Any = getattr(fake, "fake_mode", None)

@@ -110,7 +110,7 @@ class _LifeRecorder(Recorder):
     def _faked(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
             return x
-        if not is_plain(x, own_class=True) and x.layout is torch.strided:
+        if x.layout in (torch.strided, torch._mkldnn) and not is_plain(x, own_class=True):
             check_plain(x, str(self._tracker.here()))
         self._check_foreign(x)
         if x.requires_grad or not is_strided(x):

@@ -381,9 +381,10 @@ def _info(tensor: torch.Tensor, storage: int) -> TapeValue:
 
 def is_plain(tensor: torch.Tensor, *, own_class: bool = False) -> bool:
     """Whether a tensor of the batch, or a constant, can be read by planned ops; with ``own_class`` whatever its class
-    makes of them."""
+    makes of functions."""
+    kind = type(tensor)
     dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    return dense and (own_class or not compat.is_own_class(type(tensor)))
+    return dense and (not compat.is_own_class(kind) or (own_class and not compat.has_own_ops(kind)))
 
 
 def check_plain(tensor: torch.Tensor, place: str) -> None:
