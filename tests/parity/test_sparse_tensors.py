@@ -155,6 +155,45 @@ def test_tensors_of_another_class_than_those_before(kind: str):
     step = tightship.fit(loop.model, loop.loss_fn, loop.optimizer, loop.batch(0), "100%", cache=None)
     step(loop.batch(1))
     before = [p.clone() for p in loop.model.parameters()]
-    with pytest.raises(Unplannable, match=r"a tensor of the class (Twice|Named) at .*instead, hand in"):
+    with pytest.raises(Unplannable, match=r"a tensor of the class (Twice|Named) at .*instead, use"):
         step(loop.batch(2))
     assert all(map(torch.equal, before, loop.model.parameters()))
+
+
+class Scaled(nn.Parameter):
+    """Makes something else of a function than torch does."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return out * 2 if func is nn.functional.linear else out
+
+
+class Tagged(nn.Parameter):
+    tag = "its class alone"
+
+
+def of_model(kind: str) -> nn.Module:
+    model = mlp()
+    if kind == "buffer":
+        model.register_buffer("shift", torch.ones(3).as_subclass(Twice))
+        model.register_forward_hook(lambda m, given, out: nn.functional.linear(out, torch.eye(3), m.shift))
+    else:
+        model[0].weight = {"parameter": Scaled, "tagged": Tagged}[kind](model[0].weight.detach())
+    return model
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "tagged"])
+def test_parameters_and_buffers_of_classes_of_their_own(kind: str, measurements: Any):
+    def loop():
+        model = of_model(kind)
+        return Loop(model, lambda m, b: cross_entropy(m(b[0]), b[1]), sgd(model))
+
+    plans = kind == "tagged"
+    with nullcontext() if plans else pytest.warns(Fallback, match=rf"of the class (Scaled|Twice) at {kind}"):
+        verdict = run(loop, measurements, strict=False)
+    assert verdict.kind == "identical" and verdict.plans == plans, verdict
+    if not plans:
+        with pytest.raises(Unplannable, match=r"of the class (Scaled|Twice)"):
+            tightship.infer(of_model(kind), pairs(0)[0], "100%", cache=None)

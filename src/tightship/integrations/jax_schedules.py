@@ -74,10 +74,9 @@ def plan_steps(graph: Graph, beyond: float, work: int) -> Steps:
     limit, least = graph.static_bytes + int(beyond), int(aligned(lower_bound(graph)))
     if limit < least:  # for which nothing is found, slowly
         limit = least + (least - graph.static_bytes) // _SPARE
-    quick = min(work, max(_ENOUGH, _TIMES * len(graph.ops)))
-    rows = [quick if work <= _MANY else work] * TIGHTENED
-    for most in rows:
-        options = default.Options(order="given", place=False, seconds=60.0, work=most, gap=0.01)
+    work = min(work, max(_ENOUGH, _TIMES * len(graph.ops))) if work <= _MANY else work
+    options = default.Options(order="given", place=False, seconds=60.0, work=work, gap=0.01)
+    for _ in range(TIGHTENED):
         try:
             made = default.plan(graph, limit, options, prove=False)  # nobody reads its bound
             break

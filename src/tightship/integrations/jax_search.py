@@ -403,9 +403,8 @@ class Search:
         budget."""
         made = [(c.log[:1] == [name], c.memory.temporaries / self._takes(c.level)) for c in self.found]
         own, any_one = (min((r for of, r in made if of or not alike), default=0.0) for alike in (True, False))
-        if (
-            unlike == _FAR and not self._loops
-        ):  # all that is left: one program that took more says little of others
+        # One program that took more says little of others, of which none would be left.
+        if unlike == _FAR and not self._loops:
             any_one = min(any_one, 1.0)
         return self.room < peak * max(own / _ALIKE, any_one / unlike)
 

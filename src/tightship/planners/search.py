@@ -308,36 +308,36 @@ class Search:
         """Where what was found needs a little more than there is, search for the bound, as if nothing else had been,
         then as if all ops took the same time: what a search comes down to depends on its target and on times by
         chance, and what such a one meets is never refused."""
-        budget, ops, aimed = self.bytes, self.graph.ops, False
-        for even in (False, True):
-            least = self.reached.plans[0].needs
-            close = self.bound < budget < least <= budget * _CLOSE_BY
-            if not (self.aims and self.whole and close) or self.ends(clock):
-                break
-            aimed = True
-            graph = self.graph.with_ops(tuple(replace(op, time=_EVEN) for op in ops) if even else ops)
-            args = (
-                graph,
-                replace(problem, graph=graph),
-                self.options,
-                unplanned(graph) if even else self.before,
-                self.bound,
-                self.deadline,
-                self.near,
-            )
-            other = Search(*args, aims=False)
-            with suppress(Infeasible, KeyboardInterrupt):
-                other.fit(progress, clock)
-            self.interrupted |= other.interrupted
-            if even and other.reached.plans:
-                self.offer(replay(self.graph, other.reached.plans[0].found.steps), clock)
-            if even:
-                break
-            self.seen += other.seen
-            for made in other.reached.plans:
-                self.reached.offer(made)
-        if aimed and (found := self.reached.within(budget)) is not None:
+        ops = self.graph.ops
+        if not self._nearly_met(clock):
+            return
+        other = self._for_bound(problem, self.graph.with_ops(ops), progress, clock)
+        self.seen += other.seen
+        for made in other.reached.plans:
+            self.reached.offer(made)
+        if self._nearly_met(clock):
+            even = self.graph.with_ops(tuple(replace(op, time=_EVEN) for op in ops))
+            for made in self._for_bound(problem, even, progress, clock).reached.plans[:1]:
+                self.offer(replay(self.graph, made.found.steps), clock)
+        if (found := self.reached.within(self.bytes)) is not None:
             self.search_from(found.found, progress, clock)
+
+    def _nearly_met(self, clock: Clock) -> bool:
+        """Whether nothing is within the budget, but a plan that needs a little more."""
+        budget, least = self.bytes, self.reached.plans[0].needs
+        close = self.bound < budget < least <= budget * _CLOSE_BY
+        return self.aims and self.whole and close and not self.ends(clock)
+
+    def _for_bound(
+        self, problem: EvictionProblem, graph: Graph, progress: Progress | None, clock: Clock
+    ) -> Search:
+        """A search for the bound, which has ended, in a graph that nothing was reached for."""
+        args = graph, replace(problem, graph=graph), self.options, unplanned(graph), self.bound
+        other = Search(*args, self.deadline, self.near, aims=False)
+        with suppress(Infeasible, KeyboardInterrupt):
+            other.fit(progress, clock)
+        self.interrupted |= other.interrupted
+        return other
 
     def looser(self, budget: int, clock: Clock) -> Timeline | None:
         """What a search for more bytes finds, in a part of the time, that knows nothing of this one."""

@@ -67,7 +67,7 @@ def is_fake(tensor: object) -> bool:
     return isinstance(getattr(tensor, "_local_tensor", tensor), _fake.FakeTensor)
 
 
-_KNOWN_KINDS = "torch._subclasses", "torch.distributed", "torch.nn.parameter", "tightship"
+_KNOWN_KINDS = "torch._subclasses", "torch.distributed", "torch.nn.parameter", "tightship."
 """Modules of classes of tensors that are like plain ones, or looked at by themselves."""
 
 
@@ -79,6 +79,13 @@ def is_own_class(kind: type) -> bool:
 def has_own_ops(kind: type) -> bool:
     """Whether a class of tensors says itself what ops do with them."""
     return getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+
+
+def has_own_functions(kind: type) -> bool:
+    """Whether a class of tensors says itself what functions of torch, or ops, do with them."""
+    function = getattr(kind, "__torch_function__", None)
+    plain = torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl
+    return is_own_class(kind) and (has_own_ops(kind) or getattr(function, "__func__", function) not in plain)
 
 
 def another(fake: torch.Tensor) -> torch.Tensor:

@@ -207,13 +207,8 @@ class Recorder(compat.TorchDispatchMode):
             if not torch.ops.aten._local_scalar_dense.default(below):
                 return None
         weights = compat_ops.argument(fn, args, kwargs, "weights")
-        dtype = (
-            torch.int64
-            if weights is None
-            else torch.float32
-            if weights.dtype is torch.float32
-            else torch.float64
-        )
+        kinds = {None: torch.int64, torch.float32: torch.float32}
+        dtype = kinds.get(None if weights is None else weights.dtype, torch.float64)
         with compat.without_modes(), self._fake:
             return torch.empty(least, dtype=dtype, device=args[0].device)
 

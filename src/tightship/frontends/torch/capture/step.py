@@ -384,7 +384,8 @@ class Capture:
 
         def fake_of(real: torch.Tensor, role: str, key: Any, name: str) -> torch.Tensor:
             if id(real) not in made:
-                if real.layout is not torch.strided:
+                own = not self.own_classes and compat.has_own_functions(type(real))
+                if own or real.layout is not torch.strided:
                     check_plain(real, f"{role} {name}")
                 made[id(real)] = self._fake(real)
                 self.tape.input(made[id(real)], role, key, name, real if self.has_data else None)

@@ -399,7 +399,7 @@ def _why_not_plain(tensor: torch.Tensor) -> tuple[str, ...] | None:
     """What a tensor is that is not plain strided bytes, why that cannot be planned, and perhaps what to do."""
     if compat.is_own_class(type(tensor)) and not tensor.is_nested:
         what = f"a tensor of the class {type(tensor).__name__}"
-        return what, "its class may do something else", "hand in x.as_subclass(torch.Tensor)"
+        return what, "its class may do something else", "use x.as_subclass(torch.Tensor)"
     if tensor.is_nested:
         instead = "pad it (to_padded_tensor), or hand in its values and lengths"
         return "a nested tensor", "its bytes are those of several tensors", instead
