@@ -265,11 +265,18 @@ def test_where_nothing_fits_an_order_gets_a_search_only_if_its_first_look_is_the
     assert refused and orders
 
 
-@pytest.mark.parametrize("seed", [142, 144, 160])
-def test_what_can_be_met_hangs_on_no_times_of_ops(seed: int) -> None:
-    """The step of three layers on one of two ranks: with the times of some machines searches ended 64 B above it."""
-    text = (Path(__file__).parents[1] / "data/graphs/layers_of_a_rank.json").read_bytes()
-    graph, rng = loads_graph(text, "layers_of_a_rank.json"), random.Random(seed)
+@pytest.mark.parametrize(
+    ("name", "budget", "seed"),
+    [
+        *[("layers_of_a_rank", 75_392, seed) for seed in (142, 144, 160)],
+        *[("three_layers_with_gelu", 71_300, seed) for seed in (0, 2, 3, 4)],
+    ],
+)
+def test_what_can_be_met_hangs_on_no_times_of_ops(name: str, budget: int, seed: int) -> None:
+    """The step of three layers, on one of two ranks and on one alone: with the times of some machines searches ended
+    64 B above the one, and above the other with an update later than its gradient needs it."""
+    text = (Path(__file__).parents[1] / f"data/graphs/{name}.json").read_bytes()
+    graph, rng = loads_graph(text, f"{name}.json"), random.Random(seed)
     factors = [0.1, 0.3, 0.6, 1, 1, 2, 4, 10, 50]
     timed = graph.with_ops(tuple(replace(op, time=op.time * rng.choice(factors)) for op in graph.ops))
-    assert plan(timed, 75_392).peak <= 75_392
+    assert plan(timed, budget).peak <= budget

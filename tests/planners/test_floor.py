@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tightship.analysis.order import is_legal
 from tightship.errors import Infeasible
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.options import NEVER
+from tightship.plan import Step
 from tightship.planners import default, floor, in_orders, run, search
 from tightship.planners.default import Options, plan
 from tightship.planners.evict.problem import EVICT, EvictionProblem
@@ -186,7 +188,10 @@ def test_the_runs_of_a_plan_in_another_order_need_less() -> None:
 
 
 @pytest.mark.parametrize("in_place", (False, True))
-def test_runs_of_a_plan_are_put_into_an_order_that_takes_less(in_place: bool) -> None:
+@pytest.mark.parametrize("reorder", [lambda g, steps: floor.rearranged(g, steps, NEVER), floor.released_early])
+def test_runs_of_a_plan_are_put_into_an_order_that_takes_less(
+    reorder: Callable[[Graph, tuple[Step, ...]], tuple[Step, ...] | None], in_place: bool
+) -> None:
     """Recomputations move as well; what runs, and what that costs, stays."""
     rng, lower = np.random.default_rng(0), 0
     for seed in range(40):
@@ -195,7 +200,7 @@ def test_runs_of_a_plan_are_put_into_an_order_that_takes_less(in_place: bool) ->
         bits = problem.nothing()
         bits[((problem.engine.allowed >> EVICT & 1) > 0) & (rng.random(len(bits)) < 0.7)] = EVICT
         steps = problem.steps(bits)
-        other = floor.rearranged(graph, steps, NEVER) if steps else None
+        other = reorder(graph, steps) if steps else None
         if other is None:
             continue
         before, after = replay(graph, steps), replay(graph, other)
@@ -204,6 +209,24 @@ def test_runs_of_a_plan_are_put_into_an_order_that_takes_less(in_place: bool) ->
         assert Counter(s.op for s in steps if s.op >= 0) == Counter(s.op for s in other if s.op >= 0)
         lower += after.peak < before.peak
     assert lower >= 5
+
+
+def test_updates_run_once_their_gradients_are_there() -> None:
+    """In the order given all gradients are there first."""
+    storages = (*(Storage(f"w{i}", 8, "parameter") for i in range(2)), *(Storage(f"g{i}", 8) for i in range(2)))
+    values = tuple(Value(s.name, i) for i, s in enumerate(storages))
+    ops = (
+        Op("first", "g", (0,), (2,), time=1.0),
+        Op("second", "g", (1,), (3,), time=1.0),
+        Op("first update", "u", (0, 2), mutates=(0,), time=1.0),
+        Op("second update", "u", (1, 3), mutates=(1,), time=1.0),
+    )
+    graph = Graph(ops, values, storages, (0, 1))
+    steps = replay(graph, baseline(graph)).steps
+    early = floor.released_early(graph, steps)
+    assert early is not None and [s.op for s in early if s.op >= 0] == [0, 2, 1, 3]
+    assert replay(graph, early).peak == replay(graph, steps).peak - 8
+    assert floor.released_early(graph, early) is None
 
 
 def test_where_nothing_fits_the_least_plan_is_rearranged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tightship.analysis.moments import runs_of
+from tightship.analysis.moments import Runs, runs_of
 from tightship.analysis.order import is_legal
 from tightship.graph import Graph
 from tightship.options import Deadline
@@ -42,6 +43,7 @@ __all__ = [
     "order_in",
     "reached",
     "rearranged",
+    "released_early",
     "reordered",
     "same_ops",
     "seed",
@@ -183,6 +185,46 @@ def rearranged(graph: Graph, steps: Sequence[Step], deadline: Deadline) -> tuple
     given = range(len(runs.ops))
     found = cuts.Search(runs.moments, _CUT_WORK, deadline).lower(given)
     return runs.steps(found.order) if found.peak < int(runs.moments.during(given).max()) else None
+
+
+def released_early(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...] | None:
+    """The same runs, with each after which less is in memory right behind the last one that it waits for: updates
+    then run once their gradients are there. None where that changes nothing, and for steps that do more than run ops
+    and free storages. It may need more: what a run frees in one order another reads later in this one."""
+    if any(step.saves or step.form != "full" for step in steps):
+        return None
+    runs = runs_of(graph, steps, apart=True)
+    if runs is None:
+        return None
+    waits = _waits(runs)
+    less = _bytes_left(runs) < 0
+    keys: list[tuple[int, ...]] = []
+    for i in range(len(runs.ops)):
+        behind = max((keys[k] for k in waits[i]), default=(-1,)) if less[i] else ()
+        keys.append((*behind, i))
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    return runs.steps(order) if order != list(range(len(order))) else None
+
+
+def _waits(runs: Runs) -> list[list[int]]:
+    """By run, those that it has to run after, which come before it."""
+    m = runs.moments
+    waits: list[list[int]] = [[] for _ in runs.ops]
+    reads = np.column_stack((m.reads[:, 1], m.definer[m.reads[:, 0]]))
+    for later, sooner in np.concatenate((m.waits, reads)).tolist():
+        if sooner != later:
+            waits[later].append(sooner)
+    return waits
+
+
+def _bytes_left(runs: Runs) -> NDArray[np.int64]:
+    """By run, the bytes it leaves in memory beyond those it frees, in the order in which they are."""
+    m = runs.moments
+    last = m.definer.copy()
+    np.maximum.at(last, m.reads[:, 0], m.reads[:, 1])
+    ends = np.flatnonzero(~m.kept)
+    freed = np.bincount(last[ends], m.size[ends], len(runs.ops))
+    return (m.makes - freed).astype(np.int64)
 
 
 _UNLIMITED = (1 << 63) - 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tightship.graph import Graph
+from tightship.options import Deadline
 from tightship.planners import floor, run
 from tightship.planners.clock import PREPARED, Clock
 from tightship.planners.evict.problem import EvictionProblem, Progress
@@ -33,6 +34,10 @@ _ORDERS = ("sink", "given", "lpmf")
 
 _AGAIN, _LOWERED = 4, 10
 """How often the runs of what was found are put into another order; of how many of the least plans they are."""
+
+
+_EARLIER = 6
+"""How often at most those after which less is in memory are moved to where they may run."""
 
 
 _NEARLY = 1.002
@@ -248,8 +253,16 @@ class InOrders:
         idle at its peaks."""
         search, deadline = self.search, self.clock.search.part(PREPARED)
         steps = floor.rearranged(search.graph, found.steps, deadline)
-        line = found.timeline if steps is None else replay(search.graph, steps)
-        if "recompute" in search.problem.means:
-            line = shaved(search.graph, line, deadline, search.once)
+        line = self._shaved(found.timeline if steps is None else replay(search.graph, steps), deadline)
+        for _ in range(_EARLIER):
+            steps = floor.released_early(search.graph, line.steps)
+            early = None if steps is None else self._shaved(replay(search.graph, steps), deadline)
+            if early is None or early.peak >= line.peak:
+                break
+            line = early
         if line is not found.timeline:
             search.offer(line, self.clock)
+
+    def _shaved(self, line: Timeline, deadline: Deadline) -> Timeline:
+        search = self.search
+        return shaved(search.graph, line, deadline, search.once) if "recompute" in search.problem.means else line
