@@ -43,6 +43,7 @@ def test_losses_send_as_their_code_says_it(steps: Rows) -> None:
             for what, eager in one["eager"].items():
                 assert one["fit"][what] == eager, (name, what)
             as_planned(one["fit"]["measure"])
+            assert one["fit"]["captures"][1:] == [0, 0], name
 
 
 def test_ranks_that_drift_apart_are_told_once(steps: Rows) -> None:

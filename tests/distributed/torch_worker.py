@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
 
 import tightship
+from tightship.frontends.torch.capture.incremental import StepCapture
 from tightship.integrations.torch_compile import Fallback, measured_step
 
 
@@ -95,21 +97,36 @@ def row(losses: list[Any], m: Any, o: Any) -> dict[str, Any]:
     }
 
 
+_CAPTURES = [0]
+_begin = StepCapture.__init__
+
+
+def _counted(*args: Any, **kwargs: Any) -> None:
+    _CAPTURES[0] += 1
+    _begin(*args, **kwargs)
+
+
+StepCapture.__init__ = _counted  # type: ignore[method-assign]
+
+
 def both(
     make: Callable[[], Any], loss: Any, given: list[Any], clip: float | None = None, budget: str = "static+50%",
     wrap: Callable[[Any], Any] = sharded, before: int = 0, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Eager training and ``fit``'s of the same model; ``before`` as many eager steps."""
+    """Eager training and ``fit``'s of the same model, with how often each step was captured; ``before`` as many eager
+    steps."""
     rows = {}
     for planned in (False, True):
         m = wrap(make())
         o = adamw(m)
         losses: list[Any] = []
+        captures = []
         step: Any = None
         for k, b in enumerate(given):
             if planned and k >= before:
                 o.zero_grad()
                 step = step or tightship.fit(m, loss, o, b, budget, clip_norm=clip, **options)
+                captures.append(_CAPTURES[0])
                 losses.append(step(b))
                 continue
             o.zero_grad()
@@ -122,6 +139,7 @@ def both(
         mine = row(losses, m, o)
         if planned:
             mine |= {"measure": step.measure(), "recomputed": step.plan.count("recompute")}
+            mine["captures"] = [b - a for a, b in pairwise((*captures, _CAPTURES[0]))]
         if clip is not None:
             norm = step.grad_norm if planned else norm
             mine["norm"] = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()

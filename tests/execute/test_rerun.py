@@ -805,3 +805,24 @@ def test_a_number_for_an_autograd_function_that_changes(count, function, capture
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert count.captures <= captures
     assert captures > 2 or count.captures == captures
+
+
+def test_what_a_capture_leaves_needs_no_garbage_collector(monkeypatch):
+    """A pass over all objects of a process that has imported much takes longer than small steps are captured."""
+    collected = []
+    monkeypatch.setattr(live_step.gc, "collect", lambda *_: collected.append(True))
+
+    def checkpointed(model, pair):
+        return F.cross_entropy(
+            torch.utils.checkpoint.checkpoint(model, pair[0], use_reentrant=False), pair[1]
+        )
+
+    def looked_at(model, pair):
+        loss = ordinary(model, pair)
+        return loss * 2 if loss.item() > 0.1 else loss
+
+    for loss_fn in (ordinary, checkpointed, looked_at):
+        step = fitted(net(), loss_fn)
+        for k in range(2):
+            step(batch(k))
+    assert not collected

@@ -188,7 +188,9 @@ def test_the_runs_of_a_plan_in_another_order_need_less() -> None:
 
 
 @pytest.mark.parametrize("in_place", (False, True))
-@pytest.mark.parametrize("reorder", [lambda g, steps: floor.rearranged(g, steps, NEVER), floor.released_early])
+@pytest.mark.parametrize(
+    "reorder", [lambda g, steps: floor.rearranged(g, steps, NEVER), floor.released_early]
+)
 def test_runs_of_a_plan_are_put_into_an_order_that_takes_less(
     reorder: Callable[[Graph, tuple[Step, ...]], tuple[Step, ...] | None], in_place: bool
 ) -> None:
@@ -213,7 +215,10 @@ def test_runs_of_a_plan_are_put_into_an_order_that_takes_less(
 
 def test_updates_run_once_their_gradients_are_there() -> None:
     """In the order given all gradients are there first."""
-    storages = (*(Storage(f"w{i}", 8, "parameter") for i in range(2)), *(Storage(f"g{i}", 8) for i in range(2)))
+    storages = (
+        *(Storage(f"w{i}", 8, "parameter") for i in range(2)),
+        *(Storage(f"g{i}", 8) for i in range(2)),
+    )
     values = tuple(Value(s.name, i) for i, s in enumerate(storages))
     ops = (
         Op("first", "g", (0,), (2,), time=1.0),

@@ -265,4 +265,6 @@ class InOrders:
 
     def _shaved(self, line: Timeline, deadline: Deadline) -> Timeline:
         search = self.search
-        return shaved(search.graph, line, deadline, search.once) if "recompute" in search.problem.means else line
+        return (
+            shaved(search.graph, line, deadline, search.once) if "recompute" in search.problem.means else line
+        )

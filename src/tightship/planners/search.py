@@ -217,7 +217,7 @@ class Search:
         self, found: run.Evicted, layout: Layout, progress: Progress | None, clock: Clock
     ) -> tuple[run.Evicted, Layout]:
         """The same with gathers between ranks, and copies of what streams, beside other ops, or that of another
-        search, of less work, which leaves bytes for gathers: whichever is faster."""
+        search, a brief one, which leaves bytes for gathers: whichever is faster."""
         if not runs_beside(self.graph):
             return found, layout
         size, options = largest_gather(self.graph), replace(self.options, work=self.options.work // _LESS)
@@ -226,7 +226,9 @@ class Search:
             lower = self.budget - count * size if self.budget is not None else 0
             if clock.search.over or lower <= max(self.bound, self.graph.static_bytes):
                 break
-            other = replace(self, budget=lower, options=options, best=None, last=None)
+            other = replace(
+                self, budget=lower, options=options, best=None, last=None, whole=False, quick=True
+            )
             with suppress(Infeasible, KeyboardInterrupt):
                 again = self._begun_ahead(*other.fit(progress, clock), clock)
                 best = min(best, again, key=lambda row: row[0].timeline.time)

@@ -218,7 +218,13 @@ def is_fixed(value: object) -> bool:
         torch.device,
         torch.memory_format,
     )
-    return isinstance(value, (*kinds, torch._C.ScriptFunction))
+    return isinstance(value, (*kinds, torch._C.ScriptFunction)) or _is_of_enumeration(value)
+
+
+def _is_of_enumeration(value: object) -> bool:
+    """Whether this is one of an enumeration of torch's, in Python or C++, as kinds of reductions are."""
+    home = type(value).__module__.partition(".")[0]
+    return home == "torch" and isinstance(getattr(type(value), "__members__", None), Mapping)
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:

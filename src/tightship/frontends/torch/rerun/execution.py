@@ -61,9 +61,10 @@ class Execution:
     def __init__(self, capture: Capturing, trace: FunctionTrace) -> None:
         self.capture, self.trace = capture, trace
         self.fakes: list[torch.Tensor] = []
+        fakes = self.fakes
         self._number: dict[int, int] = {}
         self._frozen: dict[int, Origin] = {}  # what the caller owns that was frozen, or no longer, and where
-        capture.inside = lambda: Inner(self.trace, self.fakes)
+        capture.inside = lambda: Inner(trace, fakes)  # without `self`: a cycle would hold all stand-ins
         for seen, fake in capture.inputs():
             if not trace.leaves and compat.is_fake(seen) and seen is fake:
                 trace.leaves = len(trace.tensors)
