@@ -35,7 +35,7 @@ def ends(
     status, words = WORDS[fault]
     name = f"{way} {place} {fault} {rank} {visit}"
     statuses = tuple(status if r == rank else 0 for r in range(ranks))
-    rows = run(name, ranks=ranks, ends=statuses, worker="ended_worker.py")[name]
+    rows = run(name, ranks=ranks, ends=statuses, worker="ended_worker.py", forked=False)[name]
     (ended,) = [row["ended"] for row in rows if "ended" in row]
     left = [row for row in rows if "ended" not in row]
     assert len(left) == ranks - 1
@@ -86,7 +86,7 @@ def test_a_rank_that_fails_without_a_store_says_its_error_and_ends() -> None:
 
 def test_processes_of_multiprocessing_say_their_errors_too(tmp_path: Path) -> None:
     name = f"child {tmp_path}"
-    (*_, row) = run(name, ranks=1, ends=(0,), worker="ended_worker.py")[name]
+    (*_, row) = run(name, ranks=1, ends=(0,), worker="ended_worker.py", forked=False)[name]
     assert row["statuses"] == [0, 1]
     assert row["error"]["type"] == "PeerFailed"
     assert "rank 1: ValueError: injected" in row["error"]["text"]
@@ -118,7 +118,7 @@ def test_all_ranks_that_are_left_raise_the_same(fault: str) -> None:
 def test_a_rank_whose_code_dynamo_cannot_trace_ends_the_step_on_all(way: str) -> None:
     """And, where the caller has caught that, no step after it."""
     name = f"{way} untraceable caught"
-    first, second = run(name, worker="ended_worker.py")[name]
+    first, second = run(name, worker="ended_worker.py", forked=False)[name]
     assert first["error"]["type"] == "PeerFailed"
     assert "rank 1: Unsupported: Call to `torch._dynamo.graph_break()`" in first["error"]["text"]
     assert second["error"]["type"] == "Unsupported"
@@ -130,7 +130,7 @@ def test_a_rank_whose_code_dynamo_cannot_trace_ends_the_step_on_all(way: str) ->
 @pytest.mark.parametrize("way", ["ddp", "fully_shard", "parallelize_module"])
 def test_a_rank_that_ends_because_dynamo_cannot_trace_its_code_ends_the_others(way: str) -> None:
     name = f"{way} untraceable raises"
-    first, second = run(name, ends=(0, 1), worker="ended_worker.py")[name]
+    first, second = run(name, ends=(0, 1), worker="ended_worker.py", forked=False)[name]
     assert first["error"]["type"] == "PeerFailed"
     assert "rank 1: Unsupported: Call to `torch._dynamo.graph_break()`" in first["error"]["text"]
     assert first["error"]["at"] - second["ended"] < SECONDS + first["error"]["without_processor"]

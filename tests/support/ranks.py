@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,83 @@ Rows = dict[str, list[Any]]
 WORKERS = Path(__file__).resolve().parent.parent / "distributed"
 
 
+class Server:
+    """Starts ranks of one worker as forks of a process (`rank_server`)."""
+
+    known: tuple[str, Server] | None = None
+
+    def __init__(self, worker: str) -> None:
+        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_server.py"))]
+        self._process = subprocess.Popen(
+            [*command, str(WORKERS), worker.removesuffix(".py")],
+            env=os.environ | {"WORLD_SIZE": "2"},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    @classmethod
+    def of(cls, worker: str) -> Server:
+        """The one that there is, or another in its place: each has all of its imports in memory."""
+        if cls.known is None or cls.known[0] != worker:
+            if cls.known is not None:
+                cls.known[1]._process.communicate()
+            cls.known = worker, cls(worker)
+        return cls.known[1]
+
+    def answer(self, **request: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+
+class Forked:
+    """A rank that such a server has started; as far as it goes, a ``subprocess.Popen``."""
+
+    def __init__(
+        self, server: Server, given: Sequence[str], env: Mapping[str, str], out: str, err: str
+    ) -> None:
+        self._server, self.returncode = server, None
+        self.pid: int = server.answer(given=given, environment=dict(env), out=out, err=err)
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        while self.returncode is None:
+            self.returncode = self._server.answer(ended=self.pid)
+            if self.returncode is None:
+                if time.monotonic() > end:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+                time.sleep(0.02)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+Said = tuple[list[dict[str, list[Any]]], list[str]]
+
+
 def started(
-    *given: str, ranks: int = 2, worker: str = "worker.py"
-) -> tuple[list[subprocess.Popen[str]], Callable[[], tuple[list[dict[str, list[Any]]], list[str]]]]:
-    """A process for each rank, and what reads, when they have ended, what each has answered and complained."""
+    *given: str, ranks: int = 2, worker: str = "worker.py", forked: bool = False
+) -> tuple[list[Any], Callable[[], Said]]:
+    """A process for each rank, and what reads, when they have ended, what each has answered and complained;
+    ``forked``: of one that has imported the worker already, for those of which nobody asks how they begin and end."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-W", "ignore", str(WORKERS / worker), *given]
-    files = [tuple(tempfile.TemporaryFile("w+") for _ in range(2)) for _ in range(ranks)]  # noqa: SIM115 – read below
-    processes = [
-        subprocess.Popen(command, env=env | {"RANK": str(r)}, text=True, stdout=out, stderr=err)
-        for r, (out, err) in enumerate(files)
-    ]
+    files = [tuple(tempfile.NamedTemporaryFile("w+") for _ in range(2)) for _ in range(ranks)]  # noqa: SIM115 – read below
+    processes: list[Any] = []
+    for r, (out, err) in enumerate(files):
+        own = env | {"RANK": str(r)}
+        if forked:
+            processes.append(Forked(Server.of(worker), given, own, out.name, err.name))
+        else:
+            processes.append(subprocess.Popen(command, env=own, text=True, stdout=out, stderr=err))
 
-    def read() -> tuple[list[dict[str, list[Any]]], list[str]]:
+    def read() -> Said:
         said: list[dict[str, list[Any]]] = []
         for out, _ in files:
             out.seek(0)
@@ -57,9 +120,10 @@ def run(
     ends: tuple[int, ...] = (0, 0),
     worker: str = "worker.py",
     most: float = 300,
+    forked: bool = True,
 ) -> Rows:
     """What each rank has answered, by scenario, within ``most`` seconds."""
-    processes, read = started(*scenarios, ranks=ranks, worker=worker)
+    processes, read = started(*scenarios, ranks=ranks, worker=worker, forked=forked and ranks > 1)
     end = time.monotonic() + most
     try:
         for p in processes:
