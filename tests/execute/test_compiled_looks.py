@@ -153,3 +153,31 @@ def test_steps_go_on_in_eager_where_what_can_be_planned_at_last_has_no_room():
         assert torch.isfinite(step(batch(k)))
         assert step.metrics()["eager"] == 1
     assert any("no plan" in note for note in step.notes)
+
+
+def test_a_step_that_inductor_does_not_compile_runs_op_by_op_within_the_budget():
+    """Rows in another order: PyTorch 2.13's Inductor fails at it. It used to be an error."""
+
+    def shuffled(model, b):
+        out = model(b[0])[torch.randperm(len(b[0]))]
+        return (out - b[1]).square().mean()
+
+    given = [batch(k) for k in range(3)]
+    model, eager = net(), net()
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (model, eager)]
+    with pytest.warns(Fallback, match="is not compiled and runs op by op, as in exact mode, within the budget"):
+        step = fit(model, shuffled, optimizers[0], given[0], "95%", **OPTIONS)
+    torch.manual_seed(5)
+    losses = [step(b) for b in given]
+    measured = step.measure()
+    assert measured["measured_peak"] == measured["planned_peak"] <= measured["budget"]
+    torch.manual_seed(5)
+    for b, mine in zip(given, losses, strict=True):
+        optimizers[1].zero_grad()
+        loss = shuffled(eager, b)
+        loss.backward()
+        optimizers[1].step()
+        assert torch.equal(loss, mine)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
+    with pytest.raises(errors.Unsupported, match="compiling the step in compiled mode"):
+        fit(net(), shuffled, None, given[0], "95%", strict=True, **OPTIONS)

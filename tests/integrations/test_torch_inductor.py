@@ -34,7 +34,7 @@ from tightship.frontends.torch.capture.fused import fuse
 from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.integrations import torch_inductor, torch_inductor_search
-from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
+from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans, measured_step
 from tightship.integrations.torchtitan import MemoryPolicy
 from tightship.planners.default import Options
 from tightship.planners.default import plan as default_plan
@@ -1854,3 +1854,36 @@ def test_an_error_of_ours_while_inductor_writes_code_is_not_wrapped(monkeypatch)
     model = deep(1)
     with pytest.raises(errors.Unsupported, match="nobody knows what memory it takes"):
         compiled(model)(batch(4)).square().mean().backward()
+
+
+class Shuffled(nn.Module):
+    """Rows in another order each time, which PyTorch 2.13's Inductor does not compile."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))[torch.randperm(x.shape[0])]
+        return x
+
+
+def test_what_inductor_does_not_compile_runs_op_by_op_within_the_budget():
+    """With eager's bits, as in exact mode; it used to run in eager, outside the budget."""
+    model, x = Shuffled(), torch.randn(256, 64)
+    wanted = step(model, model, x)
+    call = compiled(model, budget="95%", eager_fallback=True)
+    with pytest.warns(Fallback, match="is not compiled and runs op by op, within the budget"):
+        got = step(call, model, x)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    (graph,) = compiled_plans(call)
+    assert graph.kind == "training" and graph.plan.peak <= graph.plan.budget < graph.plan.peak_before
+    assert graph.last.as_planned and graph.last.measured_peak == graph.plan.peak
+
+
+def test_what_inductor_does_not_compile_is_an_error_where_nothing_may_fall_back():
+    model, x = Shuffled(), torch.randn(256, 64)
+    with pytest.raises(RuntimeError, match="Not all inputs to pattern found"):
+        step(compiled(model, budget="95%", eager_fallback=False), model, x)

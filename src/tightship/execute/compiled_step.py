@@ -127,7 +127,20 @@ class CompiledStep(CompiledTogether):
                 raise
             self._step_apart(no)
             return super()._variant(captured, modes, part=part, beside=beside)
+        except Unsupported as no:
+            if self.settings.strict or self.ranks is not None:
+                raise
+            self._warn_once(
+                f"the step is not compiled and runs op by op, as in exact mode, within the budget: {no.what} is not "
+                f"supported: {no.why}"
+            )
+            return super()._variant(captured, modes, part=part, beside=beside)
         return self._compiled_variant(captured, executor, modes, part)
+
+    def _warn_once(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
+            warnings.warn(note, Fallback, stacklevel=callers_level())
 
     def _note_look(self, place: str) -> None:
         """Says that a step is not compiled whose code looks at what it computes. Raises ``Unsupported`` if that is to
@@ -139,13 +152,10 @@ class CompiledStep(CompiledTogether):
                 'look at what the step returns instead, use mode="exact", or leave out strict=True: such steps '
                 "then run op by op, within the budget",
             )  # fmt: skip
-        note = (
+        self._warn_once(
             f"steps whose code looks at what they compute, at {place}, run op by op, as in exact mode, within the "
             "budget: a compiled step runs as a whole. Look at what the step returns instead"
         )
-        if note not in self._notes:
-            self._notes.append(note)
-            warnings.warn(note, Fallback, stacklevel=callers_level())
 
     def _first_compiled(self, captured: Program, beside: int) -> Any:
         """With the numbers that data have said as inputs, where there is room for these."""

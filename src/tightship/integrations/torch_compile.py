@@ -250,11 +250,10 @@ class Session(NotCopied):
             if follows is not None and follows.runs:
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
-            graph = Compilation(self, gm)
-            if self.options.mode == "compiled":
-                compiled = graph.compiled(gm, inputs)
+            if self.options.mode == "compiled" and (compiled := self._compiled(gm, inputs)) is not None:
                 self._warn_of_recompile_limit()
                 return compiled
+            graph = Compilation(self, gm)
             compiled = graph.run(gm, inputs, symbolic)
             self._warn_of_recompile_limit()
             compiled = self._watching_casts(compiled, graph.cast) if graph.cast else compiled
@@ -268,6 +267,21 @@ class Session(NotCopied):
             if not self.options.eager_fallback:
                 return _raise_when_called(error, self)
             return self._eager(gm, error)
+
+    def _compiled(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        """What Inductor makes of a graph; None where it makes nothing of it, which is said: it then runs op by op,
+        as in exact mode, within the same budget."""
+        graph = Compilation(self, gm)
+        try:
+            return graph.compiled(gm, inputs)
+        except (BadInput, Infeasible):
+            raise
+        except Exception as error:
+            if compat_dynamo.is_control_flow(error) or not self.options.eager_fallback:
+                raise
+            error = compat_dynamo.in_our_words(error)
+            self.say(f"graph {graph.name} is not compiled and runs op by op, within the budget: {_why(error)}")
+            return None
 
     def _gathers(self, gm: Any) -> bool:
         """Whether the optimizer has parts of parameters, and the graph whole ones that were made of them."""
@@ -334,9 +348,7 @@ class Session(NotCopied):
 
     def _eager(self, gm: Any, error: Exception) -> Callable[..., Any]:
         _, name = compat_dynamo.frame()
-        kind = "" if isinstance(error, TightshipError) else f"{type(error).__name__}: "
-        text = f"graph {name} runs in eager, without a plan and outside the budget: {kind}{error}"
-        self.say(text)
+        self.say(f"graph {name} runs in eager, without a plan and outside the budget: {_why(error)}")
 
         def eager(
             *args: Any, _session: Session = self
@@ -344,6 +356,11 @@ class Session(NotCopied):
             return gm(*args)
 
         return eager
+
+
+def _why(error: Exception) -> str:
+    """An error's text; of others than this package's, with its kind."""
+    return str(error) if isinstance(error, TightshipError) else f"{type(error).__name__}: {error}"
 
 
 def _raise_when_called(
