@@ -36,6 +36,11 @@ def _on_error(kind: type[BaseException], error: BaseException, where: TracebackT
 if os.path.basename(sys.argv[0]) == "tightship" or sys.orig_argv[1:3] == ["-m", "tightship"]:
     sys.excepthook = _on_error
 
+if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):  # as launchers say it to one of several ranks
+    from tightship.execute.early_end import watch
+
+    watch()
+
 from types import ModuleType
 from typing import Any
 

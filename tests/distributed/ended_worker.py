@@ -20,7 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from worker import caught, main
+from worker import caught, main, replicated
+
+from tightship.execute.early_end import waits
+from tightship.frontends.torch import compat_distributed
 
 
 class Fault:
@@ -136,6 +139,17 @@ def untraceable(how: str, fault: str) -> Any:
     return row
 
 
+def before_fit(fault: str, rank: int, fits: int) -> Any:
+    """The rank ends while others wait for it in fit, which it has called so many times."""
+    for _ in range(fits):
+        replicated()
+    if dist.get_rank() == rank:
+        while waits(compat_distributed.process_groups_store(), 0) < dist.get_world_size() - 1:
+            time.sleep(0.05)
+        Fault(fault, 1)()
+    return {"error": caught(replicated)}
+
+
 def after_the_store() -> Any:
     """The rank that has the store has ended, without a word, when another one fails that has run no graph yet."""
     importlib.import_module("tightship.integrations.torch_compile")
@@ -179,6 +193,8 @@ class Scenarios(dict[str, Any]):
         if name == "after_the_store":
             return after_the_store
         way, place, *rest = name.split()
+        if way == "before_fit":
+            return lambda: before_fit(place, *map(int, rest))
         if place == "untraceable":
             return lambda: untraceable(way, rest[0])
         return lambda: ends(way, place, rest[0], *map(int, rest[1:]))

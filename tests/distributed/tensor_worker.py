@@ -172,6 +172,22 @@ def accumulated() -> Any:
     return rows
 
 
+def clipped_by_torch() -> Any:
+    """By the loop, of gradients of which ranks have parts (of products) and all (of norms)."""
+    rows = {}
+    for planned in (False, True):
+        m = by_sequence(Net())
+        o, b = adamw(m), batches()[0]
+        if planned:
+            tightship.fit(m, loss_of, o, b, "100%", split=True).backward(b)
+        else:
+            loss_of(m, b).backward()
+        norm: Any = torch.nn.utils.clip_grad_norm_(m.parameters(), 0.3, foreach=True)
+        by_hand: Any = torch.stack([p.grad.norm() for p in m.parameters() if p.grad is not None]).norm()
+        rows["fit" if planned else "eager"] = [norm.full_tensor().item(), by_hand.full_tensor().item()]
+    return rows
+
+
 def later() -> Any:
     """After eager steps, whose optimizer state is taken over."""
     return both(by_columns, before=2)

@@ -73,6 +73,32 @@ def test_the_rank_that_has_the_store_may_be_the_one_that_ends(fault: str) -> Non
     ends("ddp", "loss", fault, rank=0)
 
 
+@pytest.mark.parametrize(("fault", "rank", "fits"), [("raises", 1, 0), ("exits", 0, 1)])
+def test_a_rank_that_ends_before_it_calls_fit_ends_those_that_wait_there_for_it(
+    fault: str, rank: int, fits: int
+) -> None:
+    words = {
+        "raises": "ValueError: injected",
+        "exits": "has ended, and called fit less often than the others",
+    }
+    name = f"before_fit {fault} {rank} {fits}"
+    statuses = tuple(WORDS[fault][0] if r == rank else 0 for r in range(2))
+    rows = run(name, ends=statuses, worker="ended_worker.py", most=100)[name]
+    (ended,) = [row["ended"] for row in rows if "ended" in row]
+    (left,) = [row["error"] for row in rows if "error" in row]
+    assert left["type"] == "PeerFailed"
+    assert f"rank {rank}: {words[fault]}" in left["text"]
+    assert left["at"] - ended < 5 + left["without_processor"]
+
+
+def test_ranks_in_fit_say_who_had_the_store_when_it_is_gone() -> None:
+    name = "before_fit killed 0 0"
+    rows = run(name, ends=(-9, 0), worker="ended_worker.py", most=100)[name]
+    (left,) = [row["error"] for row in rows if "error" in row]
+    assert left["type"] == "PeerFailed"
+    assert "rank 0: has ended, or does not answer any more" in left["text"]
+
+
 def test_a_rank_that_fails_without_a_store_says_its_error_and_ends() -> None:
     processes, read = started("after_the_store", worker="ended_worker.py")
     try:

@@ -8,7 +8,7 @@ from support.ranks import Rows, as_planned, run
 
 TOGETHER = (
     "columns", "sequence", "clipped", "accumulated", "later", "logits_in_parts", "loss_in_parts", "checkpoints",
-    "refused",
+    "refused", "clipped_by_torch",
 )  # fmt: skip
 
 
@@ -41,6 +41,12 @@ def test_gradients_are_added_up_behind_accumulation_and_clipping(rows: Rows) -> 
         assert min(row["fit"]["norms"]) > 0.3
         assert row["backward"]["type"] == "BadInput"
         assert "split=True" in row["backward"]["text"]
+
+
+def test_loops_clip_gradients_of_which_ranks_have_parts_and_all(rows: Rows) -> None:
+    for row in rows["clipped_by_torch"]:
+        assert row["fit"] == row["eager"]
+        assert row["eager"][0] > 0.3
 
 
 def test_state_dicts_have_dtensors_of_what_ranks_have_parts_of(rows: Rows) -> None:

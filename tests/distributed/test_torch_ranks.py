@@ -16,7 +16,7 @@ TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
     "checkpoints", "after_infeasible", "refused", "compiled", "fully_sharded_groups", "in_hand", "resumed",
     "fully_sharded_other_shapes", "ddp_in_hand", "penalties", "hooked", "around_ddp", "around_fully_sharded",
-    "not_given",
+    "not_given", "averaged",
 )  # fmt: skip
 
 
@@ -65,6 +65,12 @@ def test_gradients_that_a_ddp_would_average_and_a_step_would_not_are_refused(
 def test_code_that_has_the_ddp_in_hand_trains_and_evaluates_as_in_eager(rows: Rows) -> None:
     for row in rows["ddp_in_hand"]:
         same(row)
+
+
+def test_weights_are_averaged_in_a_copy_that_is_made_after_fit(rows: Rows) -> None:
+    for row in rows["averaged"]:
+        assert row["fit"] == row["eager"]
+        assert any("made after fit" in text for text in row["told"])
 
 
 def test_a_loss_over_the_models_parameters_is_of_whole_ones(rows: Rows) -> None:

@@ -10,12 +10,22 @@ from support.ranks import Rows, as_planned, run
 @pytest.fixture(scope="module")
 def rows() -> Rows:
     return run(
-        "accumulated_by_accelerate", "accumulated_in_shards", "updates_unsent", worker="trainer_worker.py"
+        "accumulated_by_accelerate",
+        "accumulated_in_shards",
+        "averaged_now_and_then",
+        "updates_unsent",
+        worker="trainer_worker.py",
     )
 
 
 def test_a_step_is_made_where_accelerate_adds_up_gradients(rows: Rows) -> None:
     for row in rows["accumulated_by_accelerate"]:
+        assert row["fit"] == row["eager"]
+        as_planned(row["measure"])
+
+
+def test_ranks_train_by_themselves_where_accelerate_averages_parameters(rows: Rows) -> None:
+    for row in rows["averaged_now_and_then"]:
         assert row["fit"] == row["eager"]
         as_planned(row["measure"])
 
@@ -33,6 +43,7 @@ def test_no_step_updates_where_the_loop_sends_no_gradients(rows: Rows) -> None:
             assert f" {said}, which adds up gradients over batches, is not supported" in row[name]["text"]
             assert "call it outside" in row[name]["text"]
             assert "split=True" in row[name]["text"]
+            assert ("independent=True" in row[name]["text"]) == (said == "no_sync()")
         assert row["step of one in no_sync"]["type"] == "PeerFailed"
         assert "rank 1: a step that updates inside of no_sync()" in row["step of one in no_sync"]["text"]
         assert row["unchanged"]

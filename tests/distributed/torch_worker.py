@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import swa_utils
 from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
 
 import tightship
@@ -79,6 +80,37 @@ def sharded(m: Any, **options: Any) -> Any:
     if "mp_policy" in options:
         options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
     return fully_shard(m, **options)
+
+
+def averaged() -> Any:
+    """Weights, step by step, in a copy that is made after ``fit``; and what one is told whose copy is from before."""
+    rows: dict[str, Any] = {}
+    average = swa_utils.get_ema_multi_avg_fn(0.5)
+    for planned in (False, True):
+        m = sharded(model())
+        o, kept = adamw(m), dict[str, Any]()
+        step: Any = tightship.fit(m, loss_of, o, batches()[0], "100%") if planned else None
+        copied = swa_utils.AveragedModel(m, multi_avg_fn=average) if planned else None
+        for b in batches():
+            if copied is not None:
+                step(b)
+                copied.update_parameters(m)
+                continue
+            o.zero_grad()
+            loss_of(m, b).backward()
+            o.step()
+            for n, p in m.named_parameters():
+                kept[n] = kept[n].lerp_(p.detach(), 0.5) if n in kept else p.detach().clone()
+        names = [n for n, _ in model().named_parameters()]
+        found = kept if copied is None else copied.module.state_dict()
+        rows["fit" if planned else "eager"] = whole(found[n] for n in names)
+    m = model()
+    before = swa_utils.AveragedModel(m, multi_avg_fn=average)
+    tightship.fit(m, loss_of, adamw(m), batches()[0], "100%", parallel=tightship.DataParallel(shard=True))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        caught(lambda: before.update_parameters(m))
+    return rows | {"told": [str(w.message) for w in told]}
 
 
 def whole(tensors: Any) -> str:

@@ -55,6 +55,34 @@ def accumulated_by_accelerate() -> Any:
     return rows
 
 
+def averaged_now_and_then() -> Any:
+    """accelerate's LocalSGD: each rank trains by itself, and parameters are averaged every other step."""
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    rows = {}
+    for planned in (False, True):
+        accelerator = Accelerator(cpu=True)
+        net = model()
+        m, o = accelerator.prepare(net, adamw(net))
+        losses: list[Any] = []
+        step: Any = None
+        with LocalSGD(accelerator=accelerator, model=m, local_sgd_steps=2) as local:
+            for b in batches(5):
+                if planned:
+                    step = step or tightship.fit(m.module, loss_of, o, b, "100%", independent=True)
+                    losses.append(step(b))
+                else:
+                    losses.append(loss_of(m, b))
+                    accelerator.backward(losses[-1])
+                    o.step()
+                    o.zero_grad()
+                local.step()
+        rows["fit" if planned else "eager"] = [*map(float, losses), digest(net.parameters())]
+    return rows | {"measure": step.measure()}
+
+
 def accumulated_in_shards() -> Any:
     """``fit`` while gradients are not to be sent, which scatters those of each batch all the same."""
     rows = {}

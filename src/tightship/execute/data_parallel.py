@@ -144,12 +144,18 @@ def _check_sends(model: Any) -> None:
 
 def unsent_update(told: str, what: str) -> Unsupported:
     """What is said of ``fit``, or of a step, where the loop has just ``told`` torch to send no gradients."""
-    within = "inside of" if told == compat_ddp.NO_SYNC else "after"
-    return Unsupported(
-        f"{what} {within} {told}, which adds up gradients over batches,",
-        "each step updates with gradients that are averaged over all ranks",
+    by_ddp = told == compat_ddp.NO_SYNC
+    instead = (
         "call it outside (accelerate's accumulate() and Fabric's no_backward_sync say it, too), or give fit "
-        "accumulate=k, or split=True, to call step.backward for each batch and step.update where the loop updates",
+        "accumulate=k, or split=True, to call step.backward for each batch and step.update where the loop updates"
+    )
+    alone = (
+        "; where each rank trains by itself until parameters are averaged (local SGD), give fit the model inside "
+        "(.module) and independent=True"
+    )
+    return Unsupported(
+        f"{what} {'inside of' if by_ddp else 'after'} {told}, which adds up gradients over batches,",
+        "each step updates with gradients that are averaged over all ranks", instead + alone * by_ddp,
     )  # fmt: skip
 
 

@@ -141,14 +141,16 @@ class Telling:
 
 
 _PARTS = (
-    "parameters() gives this rank's parts: what is done element by element is done to all, a norm or a count is of "
-    "the part alone; step.named_parameters() and state_dict() have DTensors, which ask all ranks"
+    "parameters() gives this rank's parts: what is done element by element is done to all (an average of weights, in "
+    "a copy that is made after fit), a norm or a count is of the part alone; step.named_parameters() and "
+    "state_dict() have DTensors, which ask all ranks"
 )
 
 
 def _caller() -> tuple[int, str]:
-    """How far away the code is that asks for parameters, and in which module."""
+    """How far away the code is that asks for parameters, by itself or to average weights, and in which module."""
     level, frame = 2, sys._getframe(2)
-    while frame.f_globals.get("__name__") == torch.nn.Module.__module__ and frame.f_back is not None:
+    passed = torch.nn.Module.__module__, "torch.optim.swa_utils"
+    while frame.f_globals.get("__name__") in passed and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     return level, frame.f_globals.get("__name__", "")

@@ -9,7 +9,6 @@ note in the store that the process group was made with, and the others, who look
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
 import platform
@@ -20,14 +19,15 @@ from datetime import timedelta
 from importlib.metadata import version
 from time import monotonic, perf_counter, sleep
 from typing import Any, Final, TypeVar
-from uuid import uuid4
 
 import torch
 from torch import distributed as dist
 
 from tightship.errors import BadInput, PeerFailed
+from tightship.execute.early_end import all_know
 from tightship.execute.first_failure import GONE, HEARD, FirstFailure, in_words, words_of
 from tightship.execute.last_words import tell_of_errors
+from tightship.execute.meeting import LEFT, TURN, met
 from tightship.execute.standstill import GATHER, Lookout
 from tightship.frontends.torch import collectives, compat_distributed
 from tightship.process_local import NotCopied
@@ -36,17 +36,10 @@ __all__ = ["Ranks", "marked", "together"]
 
 T = TypeVar("T")
 
-_TURN: Final = timedelta(seconds=0.2)
-"""How long a collective is waited for until the others' notes are looked at."""
-_LEFT: Final = "others have ended a step while this rank waited elsewhere"
 _CONNECTION: Final = timedelta(minutes=1)
 """Within which all ranks join the control group, once all are there."""
 _LONGEST: Final = timedelta(days=7)
 """Of the control group: one rank may evaluate, or plan, while the others wait."""
-_NEW, _KEPT = b"new", b"kept"
-"""What a rank that has come to a fit says of its control group: it needs one, or has one."""
-_ARRIVAL: Final = timedelta(minutes=5)
-"""Within which all ranks call fit."""
 _SLOT: Final = 512
 """Bytes that each rank says in one go; what is longer takes a second one."""
 _PROBED: Final = (64, 1 << 20)
@@ -82,7 +75,8 @@ def _let_go() -> None:
 def together() -> Ranks | None:
     """The ranks of the world, which all call this at the same point; None where there is one, or all are imagined.
 
-    Raises ``BadInput`` if some do not come, or if an error has left collectives unfinished.
+    Raises ``BadInput`` if some do not come, or if an error has left collectives unfinished, ``PeerFailed`` if one has
+    ended.
     """
     if compat_distributed.world_size() < 2 or compat_distributed.imagined_ranks():
         return None
@@ -97,10 +91,12 @@ def together() -> Ranks | None:
         _process.group, _process.of = None, world
     collectives.waiting(_between_steps)
     tell_of_errors(_tell)
-    key = f"tightship/{_process.meetings + 1}"
-    key = f"{key}/{_met(key)}"
+    key, store = f"tightship/{_process.meetings + 1}", compat_distributed.process_groups_store()
+    name, kept = met(store, key, None if _process.group is None else _process.lookout)
+    if not kept:
+        _process.group = None
+    key = f"{key}/{name}"
     _process.meetings += 1
-    store = compat_distributed.process_groups_store()
     if _process.group is None:
         group = _process.group = compat_distributed.gloo_group(f"{key}/group", _CONNECTION)
         compat_distributed.set_timeout(group, _LONGEST)
@@ -132,79 +128,13 @@ def _between_steps(work: Any) -> None:
 def _tell(error: BaseException) -> None:
     """The others, which wait for this rank in a step, or come to one, hear of an error between steps that ends it."""
     living = [ranks for ranks in _living if ranks.lives and ranks.process == os.getpid()]
-    if isinstance(error, PeerFailed) or not living:
+    if isinstance(error, PeerFailed) or not living or all_know():
         return
     for ranks in living:
         ranks.first.leaves(PeerFailed({ranks.rank: words_of(error)}, "between steps"))
     end = monotonic() + HEARD
     while monotonic() < end and not any(ranks.first.is_heard() for ranks in living):
         sleep(0.02)
-
-
-def _met(key: str) -> str:
-    """A name for what these processes do together. torchrun starts ranks again with the store that those before them
-    wrote to: addresses of theirs that are gone, and why they failed. So each rank waits for a word that has its own
-    name, and rank 0 gives it once every rank has answered to the name that was read. Where one needs a new control
-    group, all make one.
-
-    Raises ``BadInput`` if some do not come."""
-    lookout = None if _process.group is None else _process.lookout
-    store, rank, size = compat_distributed.process_groups_store(), dist.get_rank(), dist.get_world_size()
-    own, start = uuid4().hex, monotonic()
-    end = start + _ARRIVAL.total_seconds()
-    here = [f"{key}/here/{r}" for r in range(size)]
-    store.set(here[rank], own)
-    name = ""
-    if lookout is not None:
-        lookout.follow()
-    while monotonic() < end:
-        if lookout is not None:
-            _look_for_others(lookout, monotonic() - start)
-        if rank == 0 and _there(store, here):
-            names = [store.get(k).decode() for k in here]
-            word = hashlib.sha256("".join(names).encode()).hexdigest()[:16]
-            for one in names:
-                store.set(f"{key}/{one}", word)
-        if _there(store, [f"{key}/{own}"]):
-            name = store.get(f"{key}/{own}").decode()
-            if lookout is not None:  # one that has ended a step says so before it comes here
-                _look_for_others(lookout, 0.0)
-            arrived = [f"{key}/{name}/here/{r}" for r in range(size)]
-            store.set(arrived[rank], _NEW if lookout is None else _KEPT)
-            if rank == 0 and _there(store, arrived):
-                store.set(f"{key}/{name}/all", b"1")
-            if _there(store, [f"{key}/{name}/all"]):
-                if lookout is not None:
-                    lookout.heard()
-                if _NEW in map(store.get, arrived):
-                    _process.group = None
-                return name
-    missing = [r for r in range(size) if not store.check([f"{key}/{name}/here/{r}" if name else here[r]])]
-    rule = f"ranks {missing} did not call fit: all {size} ranks do, in the same order (or independent=True)"
-    raise BadInput(rule, place="fit")
-
-
-def _look_for_others(lookout: Lookout, seconds: float) -> None:
-    """Raises ``BadInput`` where others wait for this rank elsewhere than in fit, or have ended a step since it does
-    not come there."""
-    standing = lookout.asked(seconds, "fit")
-    if standing or lookout.left:
-        lookout.broken = True
-    if standing:
-        found = "; ".join(f"rank {r} {text}" for r, text in standing.items())
-        raise BadInput(f"not all ranks call fit: {found}", place="fit")
-    if lookout.left:
-        raise BadInput(f"not all ranks call fit: {_LEFT}", place="fit")
-
-
-def _there(store: Any, keys: list[str]) -> bool:
-    """Whether the keys come within one turn; a store's own wait complains of each turn in the log."""
-    end = monotonic() + _TURN.total_seconds()
-    while not store.check(keys):
-        if monotonic() > end:
-            return False
-        sleep(0.01)
-    return True
 
 
 def _versions() -> str:
@@ -312,7 +242,7 @@ class Ranks(NotCopied):
         if _process.lookout is not None:
             _process.lookout.follow()
             if _process.lookout.left:
-                self._ended = self._noted(PeerFailed({}, place, _LEFT))
+                self._ended = self._noted(PeerFailed({}, place, LEFT))
                 raise self._ended
         try:
             with collectives.sending(self.wait):
@@ -384,7 +314,7 @@ class Ranks(NotCopied):
         start = monotonic()
         while True:
             try:
-                work.wait(_TURN)
+                work.wait(TURN)
                 break
             except RuntimeError as error:
                 if work.is_completed():

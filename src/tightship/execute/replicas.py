@@ -291,14 +291,14 @@ class Replicas(NotCopied):
             average_now([there[n] for n in names if n in there], self.among)
 
     def hand_out(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Gradients of parts, to the caller, until `take_back`."""
+        """Gradients of what torch or this step has in parts, to the caller, until `take_back`: those that each rank
+        has all of (of norms under sequence parallelism), too, since code asks of all of them together."""
         for n, p in parameters:
             shard = self.shards.get(n)
             if shard is None or p.grad is None:
                 continue
             shard.lend(p)
-            if shard.divided:
-                p.grad = PartOfGradient.of(p.grad, shard.division)
+            p.grad = PartOfGradient.of(p.grad, shard.division)
 
     def seen(self, name: str, parameter: torch.Tensor) -> Any:
         """A parameter, of which ranks may have parts, as all of them together have it."""

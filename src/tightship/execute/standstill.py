@@ -167,7 +167,7 @@ def _standing(thread: int, meeting: int) -> _Standing | None:
         module = frame.f_globals.get("__name__", "")
         if module == _RANKS and frame.f_code.co_name == "wait":
             return None  # in a step itself
-        if module == _RANKS and frame.f_code.co_name == "_met":
+        if module == _MEETING and frame.f_code.co_name == "met":
             call, group, inner = "tightship.fit", _FIT, None
         if frame.f_code is Sent.result.__code__:
             call, group = GATHER, frame.f_locals["self"].group
@@ -193,5 +193,6 @@ _GROUPS: Final = "all ranks make the same groups, between the same steps"
 _FIT: Final = "tightship.fit"
 """In the place of a group's name."""
 _RANKS: Final = f"{__package__}.ranks"
+_MEETING: Final = f"{__package__}.meeting"
 _LIBRARIES: Final = ("torch", "tightship", "typing_extensions", "contextlib", "functools")
 """Whose code is not the caller's own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -159,6 +160,20 @@ def other_connection(store: Any) -> Any:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):
         return store
+
+
+def store_is_there(store: Any) -> bool:
+    """Whether the process that has the store is there, as far as can be seen; a request to one that is not is told in
+    the log at length."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not isinstance(store, torch.distributed.TCPStore):
+        return True
+    try:
+        socket.create_connection((store.host, store.port), 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def seconds_of_timeout() -> float:

@@ -197,6 +197,9 @@ def forward_methods(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]
 def undo_fully_shard(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Takes the hooks and the class of ``fully_shard`` from a model whose parameters have been replaced; the modules
     that had them."""
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+
     undone = []
     for module, name in forward_methods(model):
         vars(module)[name] = vars(module)[name].__func__.__wrapped__
@@ -213,6 +216,10 @@ def undo_fully_shard(model: torch.nn.Module) -> list[torch.nn.Module]:
         state._post_forward_hook_handle.remove()
         for module in modules:
             kind = type(module)
+            kept = vars(module)[STATE_KEY]  # groups of processes, which are in no copy of a model
+            for api in [a for a, s in kept.items() if s is state]:
+                del kept[api]
+            _module_state_mapping.pop(module, None)
             module.__class__ = kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
             undone.append(module)
     for module in model.modules():
