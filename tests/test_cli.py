@@ -86,7 +86,15 @@ def there(tmp_path, monkeypatch):
     (tmp_path / "toy.py").write_text(TOY)
     (tmp_path / "broken.py").write_text("x = (\n")
     (tmp_path / "needs.py").write_text("import no_such_thing_at_all\n")
-    for name in ("model.ort", "model.h5", "weights.safetensors", "weights.gguf", "model.mlmodel", "text"):
+    for name in (
+        "model.ort",
+        "model.h5",
+        "weights.safetensors",
+        "weights.gguf",
+        "step.mlir",
+        "model.mlmodel",
+        "text",
+    ):
         (tmp_path / name).write_bytes(b"\x18\0\0\0what others read")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -289,6 +297,7 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("model.h5", "save the model as model.keras"),
         ("weights.safetensors", "load them in a factory() and name that"),
         ("weights.gguf", "weights without a model"),
+        ("step.mlir", "MLIR, such as StableHLO, is not read"),
         ("model.mlmodel", "unknown kind of file: a source is module:factory"),
         ("text", "unknown kind of file: a source is module:factory"),
     ],

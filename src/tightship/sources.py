@@ -294,6 +294,10 @@ def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds:
         return Source(program.graph, program=program)
     if os.path.isfile(text) and (fault := _NOT_READ.get(Path(text).suffix)):
         raise BadInput(fault, place=text)
+    if os.path.isfile(text) and text.endswith(".mlir"):
+        from tightship.hlo.text import STABLE_HLO  # here, as few sources are of HLO
+
+        raise BadInput(STABLE_HLO, place=text)
     if text.endswith(_CODE):
         raise BadInput(
             "cannot open a file that may hold code: load it in a factory() and name that", place=text

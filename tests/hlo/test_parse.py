@@ -111,6 +111,11 @@ def edit(old: str, new: str) -> str:
     [
         ("", "m:1:1: expected 'HloModule' at the start of a module, got 'the end of the text'"),
         ("HloModule m\n", "m:2:1: expected a computation"),
+        (
+            "module @jit_step attributes {mhlo.num_partitions = 1 : i32} {\n}\n",
+            "m: MLIR, such as StableHLO, is not",
+        ),
+        ("#loc = loc(unknown)\nmodule @jit_step {\n}\n", ".as_text('hlo')"),
         ("HloModule m\nTables\n1 x\n", "m:2:1: expected a computation or one of FileNames"),
         (
             edit("negate(%p)", "negate(%p"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tightship.frontends.jax_in_place import writers
 from tightship.frontends.jax_ops import Ops
-from tightship.frontends.jax_program import array_of, is_divided, is_plain, tells, varying
+from tightship.frontends.jax_program import array_of, is_array, is_divided, is_plain, tells, varying
 from tightship.frontends.jaxpr import bytes_of
 
 __all__ = ["late", "never", "on_values"]
@@ -135,7 +135,7 @@ def late(
     for op, row in zip(group, outside, strict=True):
         if set(ops.reads(ops.members[op])) & made or any(v in held_back for v in row):
             continue  # is late by an operand that is
-        may = [v for v in row if is_plain(program.avals[v]) or _key(program.avals[v])]
+        may = [v for v in row if is_plain(a := program.avals[v]) or _key(a)]
         # What is one on all devices of a mesh is not chosen by what differs there.
         may = [v for v in may if differ <= varying(jax.typeof(known[v]))] or [
             v for v in may if any(varying(jax.typeof(t)) <= varying(jax.typeof(known[v])) for t in tokens)
@@ -149,7 +149,7 @@ def late(
 
 def _key(aval: Any) -> bool:
     """Whether a value is random keys of JAX's own type: bits are made of nothing else."""
-    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
+    return is_array(aval) and bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
 
 
 def _chosen(value: Any, always: Any) -> Any:

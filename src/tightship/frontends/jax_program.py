@@ -24,6 +24,7 @@ __all__ = [
     "Program",
     "array_of",
     "inlined",
+    "is_array",
     "is_divided",
     "is_plain",
     "merged",
@@ -169,13 +170,18 @@ def varying(aval: Any) -> frozenset[Any]:
     return frozenset(known)
 
 
+def is_array(aval: Any) -> bool:
+    """Whether a value is an array, and no reference to one that is written (`jax.new_ref`)."""
+    return isinstance(aval, jax.core.ShapedArray)
+
+
 def is_plain(aval: Any) -> bool:
-    return not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return is_array(aval) and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def tells(aval: Any) -> bool:
     """Whether a value can hold back another one."""
-    return bytes_of(aval) > 0 and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return is_array(aval) and bytes_of(aval) > 0 and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def is_divided(aval: Any) -> bool:

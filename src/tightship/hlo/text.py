@@ -215,11 +215,21 @@ def read(path: str | Path) -> Module:
     return parse(text, path.name)
 
 
+STABLE_HLO = (
+    "MLIR, such as StableHLO, is not read, but XLA's HLO: of JAX jax.jit(step).lower(…).as_text('hlo'), or with "
+    "XLA's schedule .compile().as_text()"
+)
+"""What to give in place of MLIR."""
+_MLIR = re.compile(r"\s*(?:(?:#|//).*\n\s*)*(?:module|func\.func)\b")
+
+
 def parse(text: str, file: str = "module") -> Module:
     """The module a text describes; ``file`` is what messages call it."""
     scan = Scan(text, file)
     if (number := _LONG.search(text)) is not None:
         scan.fail("a number of at most 400 digits", number.start())
+    if _MLIR.match(text):
+        raise BadInput(STABLE_HLO, place=file)
     scan.expect("HloModule", "at the start of a module")
     name = scan.name("the module's name")
     attributes = scan.attributes()

@@ -14,7 +14,15 @@ from jax.extend import core
 from tightship.frontends.jax_function import never
 from tightship.frontends.jax_in_place import with_carry
 from tightship.frontends.jax_ops import FREE
-from tightship.frontends.jax_program import Equation, Program, inlined, is_divided, is_plain, varying
+from tightship.frontends.jax_program import (
+    Equation,
+    Program,
+    inlined,
+    is_array,
+    is_divided,
+    is_plain,
+    varying,
+)
 from tightship.frontends.jaxpr import bytes_of
 
 __all__ = [
@@ -25,7 +33,7 @@ __all__ = [
     "bodies_of",
     "by_rows",
     "devices_of",
-    "has_effects",
+    "may_plan_inside",
     "mesh_size",
     "one_condition",
     "program_of",
@@ -69,8 +77,13 @@ def one_condition(program: Program, start: int = 0) -> Program:
 
 
 def _may_join(e: Equation) -> bool:
-    plain = e.name == "cond" and e.instead is None and not e.once and not has_effects(e)
+    plain = e.name == "cond" and e.instead is None and not e.once and not _has_effects(e)
     return plain and e.backward and isinstance(e.inputs[0], int)
+
+
+def _has_effects(e: Equation) -> bool:
+    """Whether an equation does anything but give results: that it names an axis of a mesh is no effect."""
+    return any(type(x).__name__ != "NamedAxisEffect" for x in e.made.effects)
 
 
 def _with_first(first: Equation, second: Equation) -> Equation:
@@ -252,9 +265,11 @@ def mesh_size(mesh: Any, axes: Any) -> int:
     return found
 
 
-def has_effects(e: Equation) -> bool:
-    """Whether an equation does anything but give results: that it names an axis of a mesh is no effect."""
-    return any(type(x).__name__ != "NamedAxisEffect" for x in e.made.effects)
+def may_plan_inside(e: Equation) -> bool:
+    """Whether an equation may be bound again with other bodies: with what it reads, where this is arrays. References
+    (`jax.new_ref`) are closed over, which loops take as they take constants. What the bodies do but give results
+    (prints, callbacks) runs once in each, in its order."""
+    return e.name in ("scan", "while") or all(is_array(x.aval) for x in e.made.invars)
 
 
 def appended(to: Program, program: Program, inputs: Sequence[Any]) -> list[Any]:

@@ -26,7 +26,7 @@ from tightship.integrations.jax_bodies import (
     bodies_of,
     by_rows,
     devices_of,
-    has_effects,
+    may_plan_inside,
     with_functions,
 )
 from tightship.integrations.jax_frames import Frame, Share, frame_of, policy_steps
@@ -442,7 +442,7 @@ class Planner:
         """An equation with its bodies as planned, if these then take less, and how much runs again. ``level_of``: a
         body as planned, which makes so many bytes that are the equation's results."""
         bodies = bodies_of(e)
-        if not bodies or has_effects(e):
+        if not bodies or not may_plan_inside(e):
             return e, 0
         many = devices_of(e)
         given_out = [_given_out(e, body) for body in bodies]

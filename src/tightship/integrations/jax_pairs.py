@@ -27,7 +27,7 @@ from tightship.integrations.jax_bodies import (
     appended,
     bodies_of,
     devices_of,
-    has_effects,
+    may_plan_inside,
     mesh_size,
     one_condition,
     scan_with,
@@ -294,7 +294,7 @@ def pairs_of(program: Program) -> tuple[Pair, ...]:
 
 def _pairs(e: Equation) -> bool:
     known = e.name == "scan" or (e.name == "shard_map" and set(e.made.params) >= SHARD)
-    return known and e.instead is None and not e.once and not has_effects(e)
+    return known and e.instead is None and not e.once and may_plan_inside(e)
 
 
 def _fit(e: Equation, other: Equation) -> bool:

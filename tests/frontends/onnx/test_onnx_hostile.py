@@ -204,6 +204,25 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path):
         load.read(saved(tmp_path / "in", outside("weights.bin")))
 
 
+def test_a_path_that_leads_out_by_a_linked_folder_is_not_followed(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out" / "deep").mkdir(parents=True)
+    os.symlink(tmp_path / "out" / "deep", tmp_path / "in" / "sub")
+    with pytest.raises(BadInput, match="links are followed"):
+        load.read(saved(tmp_path / "in", outside("sub/../weights.bin")))
+
+
+def test_external_data_that_lies_in_the_folder_whatever_the_way_there_is_read(tmp_path):
+    """As in onnxruntime: through a folder and back."""
+    small = TensorProto(name="w", data_type=1, dims=[4], data_location=TensorProto.EXTERNAL)
+    small.external_data.add(key="location", value="sub/../weights.bin")
+    model = made([node("Mul", ["x", "w"], ["y"])], [value("x", [4])], [value("y", None)], [small])
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "weights.bin").write_bytes(np.arange(4, dtype=np.float32).tobytes())
+    graph = lower(load.read(saved(tmp_path, model))).graph  # an alignment of 64 bytes
+    assert next(s.size for s in graph.storages if s.name == "w") == 64
+
+
 @pytest.mark.parametrize(("offset", "length"), [("-1", None), ("x", None), ("9" * 30, None), (None, "17")])
 def test_external_ranges_that_are_none(tmp_path, offset, length):
     with pytest.raises(BadInput):

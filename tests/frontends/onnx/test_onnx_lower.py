@@ -564,6 +564,41 @@ def test_turns_of_a_loop_with_a_condition_are_counted_from_sizes(tmp_path, start
     assert next(v.shape for v in graph.values if v.name == "all") == rows.shape
 
 
+def with_condition(trips, *, computed, told=True, goes_on=True):
+    """A Loop with a trip count whose body says itself, by a constant, that it goes on, as spox and torch have it."""
+    said = node(
+        "Constant", [], ["said"], value=helper.make_tensor("", TensorProto.BOOL, [], [goes_on != computed])
+    )
+    last = node("Not" if computed else "Identity", ["said"], ["go"])
+    body = helper.make_graph(
+        [said, last, node("Tanh", ["h"], ["n"]), node("Identity", ["h"], ["each"])],
+        "body", [value("i", [], 7), value("cond", [], 9), value("h", [4, 4])],
+        [value("go", None, 9), value("n", None), value("each", None)],
+    )  # fmt: skip
+    weights = [tensor("m", np.array(trips, dtype=np.int64)), tensor("told", np.array(told))]
+    nodes = [node("Loop", ["m", "told", "x"], ["last", "all"], body=body)]
+    return made(nodes, [value("x", [4, 4])], [value("last", None), value("all", None)], weights)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize(
+    ("trips", "told", "goes_on"), [(3, True, True), (3, True, False), (3, False, True), (0, True, False)]
+)
+def test_turns_of_a_loop_whose_body_says_by_a_constant_that_it_goes_on(
+    tmp_path, trips, told, goes_on, computed
+):
+    ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model = with_condition(trips, computed=computed, told=told, goes_on=goes_on)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    _, rows = session.run(None, {"x": np.ones((4, 4), np.float32)})
+    assert next(v.shape for v in graph_of(tmp_path, model).values if v.name == "all") == rows.shape
+
+
+def test_turns_of_a_loop_that_goes_on_in_each_are_as_many_as_it_says(tmp_path):
+    graph = graph_of(tmp_path, with_condition(100_000, computed=False))
+    assert shape_of(graph, "all") == (100_000, 4, 4)
+
+
 @pytest.mark.parametrize("step", [0, 1])
 def test_turns_that_data_decides_or_that_do_not_end_are_asked_for(tmp_path, step):
     model = counted(0, None, step)

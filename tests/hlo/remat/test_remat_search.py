@@ -16,8 +16,8 @@ from tightship.hlo import Module, parse, to_text
 from tightship.hlo.remat import search
 from tightship.hlo.remat.as_plan import as_plan
 from tightship.hlo.remat.cost import work_of
-from tightship.hlo.remat.lower import bound
-from tightship.hlo.remat.peak import module_peak, sequential_order
+from tightship.hlo.remat.lower import Lowering, bound
+from tightship.hlo.remat.peak import module_peak, peaks, sequential_order
 from tightship.verify import verify
 
 MIB = 2**20
@@ -101,6 +101,33 @@ def test_plans_the_body_of_a_loop_for_what_is_left_at_its_call() -> None:
     ]
     names = [sorted(i.name for i in x.entry.instructions) for x in (made.module, m)]
     assert names[0] == names[1]  # in whatever order: nothing of the entry runs twice
+    assert same_results(m, made.module)
+
+
+def test_what_reads_what_a_loop_passes_on_runs_after_it() -> None:
+    """As a step of a decoder has it: the position that it begins with is carried, and read after the loop."""
+    carried = ("(s32[], f32[512,512])", "(s32[], f32[512,512], s32[])")
+    arrays = ("(s32[], f32[512,512]{1,0})", "(s32[], f32[512,512]{1,0}, s32[])")
+    text = LOOP.replace(*carried).replace(*arrays)
+    text = text.replace("tuple(%m, %y)", "tuple(%m, %y, %k)").replace(
+        "tuple(%zero, %a)", "tuple(%zero, %a, %n)"
+    )
+    text = text.replace("  %one = s32[]", "  %k = s32[] get-tuple-element(%t), index=2\n  %one = s32[]")
+    text = text.replace("(p: f32[512,512]) -> f32[]", "(p: f32[512,512], n: s32[]) -> (f32[], s32[])")
+    text = text.replace("  %zero = s32", "  %n = s32[] parameter(1)\n  %zero = s32").replace(
+        "  ROOT %s =", "  %s ="
+    )
+    end = [
+        "  %k = s32[] get-tuple-element(%loop), index=2", "  %last = s32[] add(%k, %k)",
+        "  ROOT %both = (f32[], s32[]) tuple(%s, %last)",
+    ]  # fmt: skip
+    m = module(text.rstrip().removesuffix("}") + "\n".join(end) + "\n}\n")
+    at = Lowering(m, m.entry.name, peaks(m), work_of(m))
+    number = {i.name: k for k, i in enumerate(at.ops)}
+    assert at.graph.ops[number["last"]].control == (number["loop"],)
+    made = search.plan(m, module_peak(m) - K + 64, QUICK)
+    names = [i.name for i in made.module.entry.instructions]
+    assert names.index("loop") < names.index("last")
     assert same_results(m, made.module)
 
 

@@ -297,7 +297,8 @@ def check_external(tensor: Any, folder: Path, place: str) -> None:
         return
     where = f"{place}: tensor {tensor.name!r}"
     location = about.get("location", "")
-    if not location or "\0" in location or os.path.isabs(location) or ".." in Path(location).parts:
+    leads_out = os.path.isabs(location) or os.path.normpath(location).split(os.sep)[0] == ".."
+    if not location or "\0" in location or leads_out:
         raise BadInput(
             f"external data at {location!r}; give a relative path in the model's folder", place=where
         )

@@ -40,15 +40,19 @@ def turns_of(
     condition = _Condition(node, scope, inner)
     if goes_on is None or goes_on.size != 1 or not condition.follows(simple):
         return None
-    if condition.passes_on:  # a condition that no turn changes
-        return most if goes_on.reshape(()) and trips is not None else 0 if not goes_on.reshape(()) else None
-    return _counted(condition, bool(goes_on.reshape(())), most, opsets)
+    if not goes_on.reshape(()):
+        return 0
+    if condition.passes_on or condition.always is True:  # a condition that no turn changes
+        return most if trips is not None else None
+    if condition.always is False:
+        return min(1, most)
+    return _counted(condition, most, opsets)
 
 
-def _counted(condition: _Condition, goes_on: bool, most: int, opsets: Mapping[str, int]) -> int | None:
+def _counted(condition: _Condition, most: int, opsets: Mapping[str, int]) -> int | None:
     from onnx.reference import ReferenceEvaluator
 
-    turn, state = 0, condition.begins
+    turn, goes_on, state = 0, True, condition.begins
     evaluator = ReferenceEvaluator(condition.graph(), opsets=dict(opsets))
     while goes_on and turn < most:
         if turn >= _MOST:
@@ -65,7 +69,7 @@ def _counted(condition: _Condition, goes_on: bool, most: int, opsets: Mapping[st
 
 class _Condition:
     """The part of a Loop's body that says whether it goes on. ``begins``: what it carries for that, by the names in
-    the body."""
+    the body; ``fixed``: what is the same in every turn, as what its nodes compute from constants is."""
 
     def __init__(self, node: Any, scope: Scope, inner: Scope) -> None:
         self.scope, self.inner = scope, inner
@@ -81,7 +85,9 @@ class _Condition:
         nodes, more = set[int](), [self.result]
         while more:
             name = more.pop()
-            if name in made:
+            if (known := inner.value(name)) is not None:
+                self.fixed[name] = known
+            elif name in made:
                 if id(made[name]) not in nodes:
                     nodes.add(id(made[name]))
                     more.extend(n for n in made[name].input if n)
@@ -91,7 +97,7 @@ class _Condition:
                     self.begins[name] = scope.value(given[name])
                     more.append(follows[name])
             elif name not in (self.counter, self.told):
-                self.fixed[name] = inner.value(name)
+                self.fixed[name] = None
         self.nodes = [n for n in body.node if id(n) in nodes]
 
     @property
@@ -102,6 +108,12 @@ class _Condition:
             and self.nodes[0].op_type == "Identity"
             and self.nodes[0].input[0] == self.told
         )
+
+    @property
+    def always(self) -> bool | None:
+        """What it is in every turn; None where turns differ."""
+        known = self.fixed.get(self.result)
+        return bool(known.reshape(())) if known is not None and known.size == 1 else None
 
     def follows(self, simple: Callable[[Any], bool]) -> bool:
         known = (*self.begins.values(), *self.fixed.values())

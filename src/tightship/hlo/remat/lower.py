@@ -147,6 +147,7 @@ class Lowering:
         changed = self._changed(i) if i.opcode == "while" else [s for s in made if s in defined]
         fixed = self.once is not None and i.name in self.tied
         place = self.module.place(i)
+        before = dict.fromkeys((*i.control_predecessors, *self._passing_loops(i, reads)))
         return Op(
             i.name,
             i.opcode,
@@ -154,13 +155,29 @@ class Lowering:
             outputs=tuple(s for s in made if s not in defined),
             mutates=tuple(s for s in changed if s in reads),
             effect=fixed or not may_repeat(self.module, i, libraries=self.libraries),
-            control=tuple(number[c] for c in i.control_predecessors if c in number),
+            control=tuple(number[c] for c in before if c in number),
             time=self.work.seconds(self.computation, i),
             flops=self.work.flops[self.name].get(i.name, 0),
             workspace=sum(self.callees.get(c, 0) for c in i.called) if i.row.holds else 0,
             module=i.op_name,
             source=str(place) if place else "",
         )
+
+    def _passing_loops(self, i: Instruction, reads: Collection[int]) -> list[str]:
+        """Loops whose results an instruction reads and that do not change them: it reads what they were given, and
+        runs after them all the same, for it is their results that it names."""
+        found, seen, more = list[str](), set[str](), list(i.operands)
+        while more:
+            name = more.pop()
+            source = self.computation.by_name[name]
+            if name in seen:
+                continue
+            seen.add(name)
+            if source.row.makes == "addresses":
+                more.extend(source.operands)
+            elif source.opcode == "while" and not set(reads) & set(self._changed(source)):
+                found.append(name)
+        return found[::-1]
 
     def _changed(self, loop: Instruction) -> list[int]:
         """Storages a loop writes: all but the parts that its body hands on as they are."""
