@@ -130,11 +130,12 @@ class CompiledStep(CompiledTogether):
         except Unsupported as no:
             if self.settings.strict or self.ranks is not None:
                 raise
+            found = super()._variant(captured, modes, part=part, beside=beside)
             self._warn_once(
                 f"the step is not compiled and runs op by op, as in exact mode, within the budget: {no.what} is not "
                 f"supported: {no.why}"
             )
-            return super()._variant(captured, modes, part=part, beside=beside)
+            return found
         return self._compiled_variant(captured, executor, modes, part)
 
     def _warn_once(self, note: str) -> None:

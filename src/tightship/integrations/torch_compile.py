@@ -241,20 +241,24 @@ class Session(NotCopied):
     def compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             symbolic = compat_dynamo.fixed_sizes(gm, inputs)
-            self.ledger.sends(compat_ddp.active_buckets())
-            follows = compat_dynamo.graph_break(gm)
-            if follows is not None and follows.by_ddp:
-                raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")
-            if self._gathers(gm):
-                raise BadInput(_GATHERED, place="torch.compile(options=…)")
-            if follows is not None and follows.runs:
-                what = f"what is called at {follows.place}, but for graphs of its own,"
-                self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
-            if self.options.mode == "compiled" and (compiled := self._compiled(gm, inputs)) is not None:
-                self._warn_of_recompile_limit()
-                return compiled
+            self._check(gm)
+            failed = None
+            if self.options.mode == "compiled":
+                try:
+                    compiled = Compilation(self, gm).compiled(gm, inputs)
+                    self._warn_of_recompile_limit()
+                    return compiled
+                except (BadInput, Infeasible):
+                    raise
+                except Exception as error:
+                    if compat_dynamo.is_control_flow(error) or not self.options.eager_fallback:
+                        raise
+                    failed = compat_dynamo.in_our_words(error)
             graph = Compilation(self, gm)
             compiled = graph.run(gm, inputs, symbolic)
+            if failed is not None:
+                text = f"graph {graph.name} is not compiled and runs op by op, within the budget"
+                self.say(f"{text}: {_why(failed)}")
             self._warn_of_recompile_limit()
             compiled = self._watching_casts(compiled, graph.cast) if graph.cast else compiled
             return self._watching_gradients(compiled, graph) if graph.tangents else compiled
@@ -268,22 +272,16 @@ class Session(NotCopied):
                 return _raise_when_called(error, self)
             return self._eager(gm, error)
 
-    def _compiled(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any] | None:
-        """What Inductor makes of a graph; None where it makes nothing of it, which is said: it then runs op by op,
-        as in exact mode, within the same budget."""
-        graph = Compilation(self, gm)
-        try:
-            return graph.compiled(gm, inputs)
-        except (BadInput, Infeasible):
-            raise
-        except Exception as error:
-            if compat_dynamo.is_control_flow(error) or not self.options.eager_fallback:
-                raise
-            error = compat_dynamo.in_our_words(error)
-            self.say(
-                f"graph {graph.name} is not compiled and runs op by op, within the budget: {_why(error)}"
-            )
-            return None
+    def _check(self, gm: Any) -> None:
+        self.ledger.sends(compat_ddp.active_buckets())
+        follows = compat_dynamo.graph_break(gm)
+        if follows is not None and follows.by_ddp:
+            raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")
+        if self._gathers(gm):
+            raise BadInput(_GATHERED, place="torch.compile(options=…)")
+        if follows is not None and follows.runs:
+            what = f"what is called at {follows.place}, but for graphs of its own,"
+            self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
 
     def _gathers(self, gm: Any) -> bool:
         """Whether the optimizer has parts of parameters, and the graph whole ones that were made of them."""
