@@ -826,3 +826,90 @@ def test_what_a_capture_leaves_needs_no_garbage_collector(monkeypatch):
         for k in range(2):
             step(batch(k))
     assert not collected
+
+
+class Field(nn.Module):
+    """What a physics-informed loss differentiates in its inputs."""
+
+    gain = 1.0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.scale, self.table = 1.0, {"shift": 0.0}
+
+    def scaled(self, x):
+        return self.layers(x) * self.scale * self.gain + self.table["shift"]
+
+    def forward(self, x):
+        return self.scaled(x).sum()
+
+
+class Counting(Field):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(1)
+        return super().forward(x)
+
+
+def physics(model, x):
+    slope = torch.func.vmap(torch.func.grad(lambda point: model(point)))(x)
+    return (slope.sum(1) - torch.vmap(model)(x)).pow(2).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [physics, lambda m, x: torch.vmap(torch.func.jacrev(m))(x).pow(2).mean()])
+def test_functional_transforms_of_modules_are_captured_once_and_again_where_something_changed(count, loss_fn):
+    """The code inside is not run in each step, so all that it follows from is compared."""
+
+    def nothing(model):
+        pass
+
+    def scale(model):
+        model.scale = 0.5
+
+    def class_attribute(model):
+        model.gain = 2.0
+
+    def layer(model):
+        model.layers[1] = nn.Sigmoid()
+
+    def shift(model):
+        model.table["shift"] = 3.0
+
+    def method(model):
+        model.scaled = lambda x: Field.scaled(model, x) * 2
+
+    def hook(model):
+        model.layers[1].register_forward_hook(lambda module, given, made: made * 2)
+
+    models = Field(), Field()
+    given = torch.randn(8, 2)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.01) for m in models]
+    step = fit(models[0], loss_fn, optimizers[0], given)
+    for change in (nothing, scale, nothing, class_attribute, layer, shift, nothing, method, hook):
+        before = count.captures
+        for m in models:
+            change(m)
+        mine = step(given)
+        optimizers[1].zero_grad()
+        loss = loss_fn(models[1], given)
+        loss.backward()
+        optimizers[1].step()
+        assert torch.equal(mine, loss), change.__name__
+        assert change is not nothing or models[0].layers[1]._forward_hooks or count.captures == before
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_code_inside_of_a_functional_transform_keeps_is_kept_in_each_step():
+    models = Counting(), Counting()
+    given = torch.randn(8, 2)
+    step = fit(models[0], physics, torch.optim.SGD(models[0].parameters(), 0.01), given)
+    for _ in range(3):
+        step(given)
+        physics(models[1], given)
+    assert models[0].seen == models[1].seen

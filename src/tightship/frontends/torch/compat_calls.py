@@ -21,9 +21,11 @@ from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere,
 
 class Special:
     """Such a call as a function: equal for the same ``owner``; ``inner_code`` is the caller's Python in it, and
-    ``keys`` what its outcome follows from beside its arguments, as far as it is known."""
+    ``keys`` what its outcome follows from beside its arguments, as far as it is known; ``functions`` likewise, of
+    functions among these."""
 
     keys: tuple[Any, ...] = ()
+    functions: tuple[Any, ...] = ()
 
     def __init__(
         self, name: str, call: Callable[..., Any], owner: Any, inner_code: tuple[Any, ...] = ()
@@ -41,7 +43,7 @@ class Special:
         return isinstance(other, Special) and other._parts() == self._parts()
 
     def _parts(self) -> tuple[Any, ...]:
-        return self.__name__, self.owner, self.inner_code, self.keys
+        return self.__name__, self.owner, self.inner_code, self.keys, self.functions
 
     def __hash__(self) -> int:
         return hash(self.__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import threading
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.rerun.function_trace import form
 
-__all__ = ["globals_of", "inner_key", "settled_key", "understood"]
+__all__ = ["function_key", "globals_of", "inner_key", "settled_key", "understood"]
 
 
 def understood(fn: Any) -> bool:
@@ -54,10 +55,28 @@ def inner_key(fn: Any) -> tuple[Any, ...] | None:
     return settled_key(fn, context=True)
 
 
+def function_key(fn: Any) -> tuple[Any, ...] | None:
+    """As `settled_key`, of a function or module that a functional transform calls; functions that the code writes
+    anew in each step have the same key."""
+    if isinstance(fn, torch.nn.Module):
+        return _of_modules(fn)
+    of_torch = isinstance(fn, types.FunctionType) and str(fn.__globals__.get("__name__")).startswith("torch.")
+    if of_torch and fn.__closure__:  # what grad(f) and others return, which call what they close over
+        parts = [_inside(_content(cell)) for cell in fn.__closure__]
+        return None if None in parts else (fn.__code__, *parts)
+    return (getattr(fn, "__code__", fn),) if understood(fn) else settled_key(fn)
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, types.ModuleType) and value.__name__.startswith("torch."):
+        return value.__name__
+    return function_key(value) if callable(value) else _settled(value)
+
+
 def settled_key(fn: Any, *, context: bool = False) -> tuple[Any, ...] | None:
     """What the outcome of a function follows from beside its arguments, to be compared from step to step: its code,
-    and in closures, defaults and globals plain values, torch's functions and tensors, which become constants of the
-    program. None where its code does not tell, or changes what it finds there."""
+    and in closures, defaults and globals plain values, torch's functions, modules and tensors, which become constants
+    of the program. None where its code does not tell, or changes what it finds there."""
     if isinstance(fn, functools.partial):
         parts = [_settled(x) for x in (fn.func, *fn.args, *fn.keywords.values())]
         return None if None in parts else (tuple(fn.keywords), *parts)
@@ -95,6 +114,8 @@ def _settled(value: Any, inside: Any = None) -> Any:
         return None if compat.is_fake(value) else (Identical(value), form(value))
     if isinstance(value, torch.optim.Optimizer):
         return Identical(value)
+    if isinstance(value, torch.nn.Module):
+        return _of_modules(value)
     if isinstance(value, tuple):
         parts = [_settled(x, inside) for x in value]
         return None if None in parts else (tuple, *parts)
@@ -102,6 +123,74 @@ def _settled(value: Any, inside: Any = None) -> Any:
         parts = [_settled(x, inside) for pair in value.items() for x in pair]
         return None if None in parts else (dict, *parts)
     return None if value is inside else settled_key(value)
+
+
+def _of_modules(top: torch.nn.Module) -> tuple[Any, ...] | None:
+    """What a call of a module follows from, its own parameters aside: its modules, their attributes and the code of
+    their classes. None where that does not tell, or sets or changes attributes."""
+    if id(top) in _walk.under_way:  # a function among its attributes has it
+        return (Identical(top),)
+    _walk.under_way |= {id(top)}
+    try:
+        return _of_each(list(top.modules()))
+    finally:
+        _walk.under_way -= {id(top)}
+
+
+class _Walk(threading.local):
+    """The modules that keys are being made of."""
+
+    under_way: frozenset[int] = frozenset()
+
+
+_walk = _Walk()
+
+
+def _of_each(modules: list[torch.nn.Module]) -> tuple[Any, ...] | None:
+    found: list[Any] = []
+    for m in modules:
+        if any(getattr(m, hooks) for hooks in _HOOKS) or "forward" in vars(m):
+            return None
+        kept = [(name, _of_tensor(t)) for name, t in (*m._parameters.items(), *m._buffers.items())]
+        plain = {name: _settled(x) for name, x in vars(m).items() if name not in _INTERNAL}
+        if None in plain.values() or any(key is None for _, key in kept):
+            return None
+        found += [Identical(m), tuple(m._modules), tuple(kept), tuple(plain.items())]
+    code = _code_of_classes({type(m) for m in modules})
+    return None if code is None else (*found, *code)
+
+
+def _of_tensor(tensor: torch.Tensor | None) -> Any:
+    """Stand-ins are of what the step knows by itself."""
+    return "own" if tensor is None or compat.is_fake(tensor) else (Identical(tensor), form(tensor))
+
+
+def _code_of_classes(classes: set[type]) -> list[Any] | None:
+    """The keys of all functions of classes, other than torch's, that are called by some name in the code of one of
+    them, from `forward` on; None where one does not tell, or something else stands under such a name."""
+    own = [c for k in classes for c in k.__mro__ if not _of_torch(c) and c is not object]
+    names, found, seen = ["forward"], list[Any](), {"forward"}
+    if any(_OVERRIDES & vars(c).keys() for c in own):
+        return None
+    for name in names:  # which grow
+        for value in (vars(c)[name] for c in own if name in vars(c)):
+            key = _settled(value)
+            called = isinstance(value, types.FunctionType)
+            if key is None or (called and _sets_elements(value.__code__)):
+                return None
+            found.append(key)
+            used = {n for c in _with_inner(value.__code__) for n in c.co_names} - seen if called else set()
+            if "getattr" in used:
+                return None
+            names += sorted(used)
+            seen |= used
+    return found
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_INTERNAL = {n for n in vars(torch.nn.Module()) if n != "training"}
+"""Attributes of every module: its parameters, buffers, modules and hooks."""
+_OVERRIDES = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__torch_function__"}
 
 
 class Identical:

@@ -41,7 +41,7 @@ from tightship.frontends.torch.rerun.function_trace import (
     unknown,
     write_back,
 )
-from tightship.frontends.torch.rerun.outcome import inner_key, understood
+from tightship.frontends.torch.rerun.outcome import function_key, inner_key, understood
 
 __all__ = ["READS", "SHOWN", "Rerun"]
 
@@ -176,6 +176,7 @@ class Rerun(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(func, compat_calls.Special):
             func.keys = tuple(inner_key(f) for f in func.inner_code)
+            func.functions = tuple(map(function_key, _functions_in(args, kwargs)))
         self._inside = True
         try:
             return self._called(func, args, kwargs)
@@ -666,11 +667,14 @@ def _repeats(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the caller's own Python code runs inside the call or in its backward pass, with an unknown outcome."""
     if func is add_hook:
         return args[1].key is None
-    inner = getattr(func, "keys", ())
-    callables = [
-        x for x in (*args, *kwargs.values()) if callable(x) and not isinstance(x, (torch.Tensor, type))
-    ]
-    return None in inner or not all(understood(f) for f in callables)
+    if isinstance(func, compat_calls.Special):
+        return None in func.keys or None in func.functions
+    return not all(map(understood, _functions_in(args, kwargs)))
+
+
+def _functions_in(args: Any, kwargs: Any) -> list[Any]:
+    """What may be called among arguments."""
+    return [x for x in (*args, *kwargs.values()) if callable(x) and not isinstance(x, (torch.Tensor, type))]
 
 
 def _hands_back(call: FunctionCall) -> bool:
