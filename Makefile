@@ -62,7 +62,7 @@ CORE_SECONDS ?= 60
 sanitize: $(SANITIZED_READY)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  $(SANITIZED)/bin/python -m pytest -m "not slow" $(SANITIZED_TESTS)
+	  $(SANITIZED)/bin/python -m pytest -n 2 -m "not slow" $(SANITIZED_TESTS)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(SANITIZED)/bin/python benchmarks/soak.py core --seconds $(CORE_SECONDS) --state $(SANITIZED)/soak.json
