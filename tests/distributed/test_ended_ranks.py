@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from support.ranks import run, started
+from support import ranks as started_ranks
+from support.ranks import started
 
+run = functools.partial(started_ranks.run, worker="ended_worker.py", forked=False)
+"""Each rank is a process of its own from its beginning to its end, which is what is looked at."""
 SECONDS = 15.0
 """Within which the others raise, on a machine that other tests share: the process has to end before."""
 WORDS = {
@@ -35,7 +39,7 @@ def ends(
     status, words = WORDS[fault]
     name = f"{way} {place} {fault} {rank} {visit}"
     statuses = tuple(status if r == rank else 0 for r in range(ranks))
-    rows = run(name, ranks=ranks, ends=statuses, worker="ended_worker.py", forked=False)[name]
+    rows = run(name, ranks=ranks, ends=statuses)[name]
     (ended,) = [row["ended"] for row in rows if "ended" in row]
     left = [row for row in rows if "ended" not in row]
     assert len(left) == ranks - 1
@@ -83,7 +87,7 @@ def test_a_rank_that_ends_before_it_calls_fit_ends_those_that_wait_there_for_it(
     }
     name = f"before_fit {fault} {rank} {fits}"
     statuses = tuple(WORDS[fault][0] if r == rank else 0 for r in range(2))
-    rows = run(name, ends=statuses, worker="ended_worker.py", most=100)[name]
+    rows = run(name, ends=statuses, most=100)[name]
     (ended,) = [row["ended"] for row in rows if "ended" in row]
     (left,) = [row["error"] for row in rows if "error" in row]
     assert left["type"] == "PeerFailed"
@@ -93,7 +97,7 @@ def test_a_rank_that_ends_before_it_calls_fit_ends_those_that_wait_there_for_it(
 
 def test_ranks_in_fit_say_who_had_the_store_when_it_is_gone() -> None:
     name = "before_fit killed 0 0"
-    rows = run(name, ends=(-9, 0), worker="ended_worker.py", most=100)[name]
+    rows = run(name, ends=(-9, 0), most=100)[name]
     (left,) = [row["error"] for row in rows if "error" in row]
     assert left["type"] == "PeerFailed"
     assert "rank 0: has ended, or does not answer any more" in left["text"]
@@ -112,7 +116,7 @@ def test_a_rank_that_fails_without_a_store_says_its_error_and_ends() -> None:
 
 def test_processes_of_multiprocessing_say_their_errors_too(tmp_path: Path) -> None:
     name = f"child {tmp_path}"
-    (*_, row) = run(name, ranks=1, ends=(0,), worker="ended_worker.py", forked=False)[name]
+    (*_, row) = run(name, ranks=1, ends=(0,))[name]
     assert row["statuses"] == [0, 1]
     assert row["error"]["type"] == "PeerFailed"
     assert "rank 1: ValueError: injected" in row["error"]["text"]
@@ -144,7 +148,7 @@ def test_all_ranks_that_are_left_raise_the_same(fault: str) -> None:
 def test_a_rank_whose_code_dynamo_cannot_trace_ends_the_step_on_all(way: str) -> None:
     """And, where the caller has caught that, no step after it."""
     name = f"{way} untraceable caught"
-    first, second = run(name, worker="ended_worker.py", forked=False)[name]
+    first, second = run(name)[name]
     assert first["error"]["type"] == "PeerFailed"
     assert "rank 1: Unsupported: Call to `torch._dynamo.graph_break()`" in first["error"]["text"]
     assert second["error"]["type"] == "Unsupported"
@@ -156,7 +160,7 @@ def test_a_rank_whose_code_dynamo_cannot_trace_ends_the_step_on_all(way: str) ->
 @pytest.mark.parametrize("way", ["ddp", "fully_shard", "parallelize_module"])
 def test_a_rank_that_ends_because_dynamo_cannot_trace_its_code_ends_the_others(way: str) -> None:
     name = f"{way} untraceable raises"
-    first, second = run(name, ends=(0, 1), worker="ended_worker.py", forked=False)[name]
+    first, second = run(name, ends=(0, 1))[name]
     assert first["error"]["type"] == "PeerFailed"
     assert "rank 1: Unsupported: Call to `torch._dynamo.graph_break()`" in first["error"]["text"]
     assert first["error"]["at"] - second["ended"] < SECONDS + first["error"]["without_processor"]

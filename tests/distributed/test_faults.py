@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from torch.distributed import TCPStore
 
+from support import ranks as started_ranks
 from support.rank_faults import drawn, judged
-from support.ranks import run, seconds_to_error
+from support.ranks import seconds_to_error
 
+run = functools.partial(started_ranks.run, worker="fault_worker.py", forked=False)
+"""Each rank is a process of its own from its beginning to its end, which is what is looked at."""
 SECONDS = 5.0
 """Within which a fault has been heard of on all ranks."""
 
@@ -27,7 +32,7 @@ ENDS = {
 def test_faults_before_anything_is_sent_are_the_same_error_on_all_ranks_and_leave_steps_as_they_were() -> (
     None
 ):
-    rows = run("mended", worker="fault_worker.py", forked=False)["mended"]
+    rows = run("mended")["mended"]
     assert len(rows[0]["rows"]) >= 20
     for name, one in rows[0]["rows"].items():
         other = rows[1]["rows"][name]
@@ -44,7 +49,7 @@ def test_faults_before_anything_is_sent_are_the_same_error_on_all_ranks_and_leav
 @pytest.mark.parametrize("how", list(ENDS))
 def test_a_fault_while_ranks_send_ends_the_step_on_all(how: str) -> None:
     ends, words = ENDS[how]
-    rows = run(how, ends=ends, worker="fault_worker.py", forked=False)[how]
+    rows = run(how, ends=ends)[how]
     ended = next((row["ended"] for row in rows if "ended" in row), None)
     left = [row for row in rows if "error" in row and row["error"]["type"] != "KeyboardInterrupt"]
     assert left  # a rank whose user has interrupted it raises just that
@@ -61,7 +66,7 @@ def test_a_fault_while_ranks_send_ends_the_step_on_all(how: str) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_and_may_go_on() -> None:
-    rows = run("stopped_for_a_while", worker="fault_worker.py", forked=False)["stopped_for_a_while"]
+    rows = run("stopped_for_a_while")["stopped_for_a_while"]
     assert [row["error"]["type"] for row in rows] == ["", ""]
     assert [line.split(":")[0] for line in rows[0]["said"]] == ["rank 1"]
     assert "no answer" in rows[0]["said"][0]
@@ -70,7 +75,7 @@ def test_a_rank_that_is_stopped_is_named_and_may_go_on() -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_for_longer_than_the_process_group_waits_ends_the_step_on_all() -> None:
     name = "stopped_for_longer_than_the_group_waits"
-    rows = run(name, worker="fault_worker.py", forked=False)[name]
+    rows = run(name)[name]
     assert [row["error"]["type"] for row in rows] == ["PeerFailed", "PeerFailed"]
     assert "rank 1: has not answered for 3 s" in rows[0]["error"]["text"]
     assert (
@@ -84,9 +89,9 @@ def test_ranks_that_are_started_again_with_the_store_of_those_before_train(
     """As torchrun does it: addresses of ranks that have ended lie there, and why they have."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("LAUNCHERS_PORT", str(store.port))
-    rows = run("killed_under_a_launcher", ends=(0, -9), worker="fault_worker.py", forked=False)
+    rows = run("killed_under_a_launcher", ends=(0, -9))
     assert "rank 1: has ended" in rows["killed_under_a_launcher"][0]["error"]["text"]
-    for row in run("started_again", worker="fault_worker.py", forked=False)["started_again"]:
+    for row in run("started_again")["started_again"]:
         assert len(row["losses"]) > 1
         assert row["error"]["type"] == ""
 
@@ -113,9 +118,7 @@ def test_drawn_faults_that_end_the_processes(number: int) -> None:
 
 @pytest.mark.slow
 def test_no_fit_on_groups_that_wait_for_what_a_failed_step_sent() -> None:
-    for row in run("fitted_after_a_failed_step", worker="fault_worker.py", forked=False)[
-        "fitted_after_a_failed_step"
-    ]:
+    for row in run("fitted_after_a_failed_step")["fitted_after_a_failed_step"]:
         assert row["error"]["type"] == "PeerFailed"
         assert "half written" in row["error"]["text"]
         assert row["fit"]["type"] == "BadInput"
