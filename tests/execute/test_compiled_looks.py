@@ -165,7 +165,9 @@ def test_a_step_that_inductor_does_not_compile_runs_op_by_op_within_the_budget()
     given = [batch(k) for k in range(3)]
     model, eager = net(), net()
     optimizers = [torch.optim.AdamW(m.parameters()) for m in (model, eager)]
-    with pytest.warns(Fallback, match="is not compiled and runs op by op, as in exact mode, within the budget"):
+    with pytest.warns(
+        Fallback, match="is not compiled and runs op by op, as in exact mode, within the budget"
+    ):
         step = fit(model, shuffled, optimizers[0], given[0], "95%", **OPTIONS)
     torch.manual_seed(5)
     losses = [step(b) for b in given]

@@ -280,7 +280,9 @@ class Session(NotCopied):
             if compat_dynamo.is_control_flow(error) or not self.options.eager_fallback:
                 raise
             error = compat_dynamo.in_our_words(error)
-            self.say(f"graph {graph.name} is not compiled and runs op by op, within the budget: {_why(error)}")
+            self.say(
+                f"graph {graph.name} is not compiled and runs op by op, within the budget: {_why(error)}"
+            )
             return None
 
     def _gathers(self, gm: Any) -> bool:
