@@ -19,7 +19,7 @@ from worker import ROWS, adamw, batches, caught, loss_of, main, model
 
 import tightship
 from tightship.errors import BadInput, Infeasible
-from tightship.execute import planned_together, prepared, ranks, roll_call, train_variants
+from tightship.execute import meeting, planned_together, prepared, ranks, roll_call, train_variants
 from tightship.frontends.torch import collectives, compat_distributed
 
 Fault = Callable[..., Any]
@@ -224,6 +224,18 @@ def in_stopped_step(seconds: int, limit: float) -> Any:
             error = caught(lambda: step(batches()[1]))
     lines = [record.getMessage() for record in said.buffer if record.levelno == logging.WARNING]
     return {"error": error, "said": lines}
+
+
+def late_for_fit() -> Any:
+    """Rank 1 comes to fit after the others have named it; what is said meanwhile."""
+    said = logging.handlers.BufferingHandler(100)
+    logging.getLogger("tightship").addHandler(said)
+    with patch.object(meeting, "_LATE", 0.6):
+        if here(1):
+            time.sleep(3)
+        step = fitted()
+    step(batches()[0])
+    return [record.getMessage() for record in said.buffer if record.levelno == logging.WARNING]
 
 
 def stopped_for_a_while() -> Any:
