@@ -64,13 +64,13 @@ def test_a_fault_while_ranks_send_ends_the_step_on_all(how: str) -> None:
             assert seconds_to_error(*errors) < SECONDS
 
 
-@pytest.mark.slow
 def test_a_rank_that_comes_late_to_fit_is_named_once() -> None:
-    rows = run("late_for_fit", worker="fault_worker.py")["late_for_fit"]
+    rows = run("late_for_fit")["late_for_fit"]
     assert [line.split(":")[0] for line in rows[0]] == ["ranks [1] have not called fit for 0 s"]
     assert rows[1] == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_and_may_go_on() -> None:
     rows = run("stopped_for_a_while")["stopped_for_a_while"]
     assert [row["error"]["type"] for row in rows] == ["", ""]
