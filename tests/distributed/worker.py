@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +27,9 @@ import tightship
 from tightship.frontends.torch.capture.recorder import Recorder
 
 WIDTH, ROWS = 32, 64
+
+# Of searches something else is asked elsewhere: here they are to be brief.
+tightship.fit = functools.partial(tightship.fit, work=3_000_000)
 
 
 def model(more: bool = False) -> torch.nn.Module:
