@@ -41,8 +41,11 @@ def globals_of(code: types.CodeType) -> set[str]:
     return names | {"<writes>" for i in dis.get_instructions(code) if i.opname in writes}
 
 
-_EFFECTS = {"update", "setdefault", "pop", "popitem", "clear"}
-"""Methods by which code changes a dict."""
+_EFFECTS = {
+    "update", "setdefault", "pop", "popitem", "clear", "train", "eval", "add_module", "register_buffer",
+    "register_parameter", "__setattr__", "__dict__",
+}  # fmt: skip
+"""By which code changes a dict or a module."""
 
 
 def inner_key(fn: Any) -> tuple[Any, ...] | None:
@@ -153,11 +156,15 @@ def _of_each(modules: list[torch.nn.Module]) -> tuple[Any, ...] | None:
             return None
         kept = [(name, _of_tensor(t)) for name, t in (*m._parameters.items(), *m._buffers.items())]
         plain = {name: _settled(x) for name, x in vars(m).items() if name not in _INTERNAL}
-        if None in plain.values() or any(key is None for _, key in kept):
+        if None in plain.values() or any(map(_has_dict, plain.values())):  # whose elements code may set
             return None
         found += [Identical(m), tuple(m._modules), tuple(kept), tuple(plain.items())]
     code = _code_of_classes({type(m) for m in modules})
     return None if code is None else (*found, *code)
+
+
+def _has_dict(key: Any) -> bool:
+    return isinstance(key, tuple) and (key[:1] == (dict,) or any(map(_has_dict, key)))
 
 
 def _of_tensor(tensor: torch.Tensor | None) -> Any:
@@ -166,24 +173,21 @@ def _of_tensor(tensor: torch.Tensor | None) -> Any:
 
 
 def _code_of_classes(classes: set[type]) -> list[Any] | None:
-    """The keys of all functions of classes, other than torch's, that are called by some name in the code of one of
-    them, from `forward` on; None where one does not tell, or something else stands under such a name."""
-    own = [c for k in classes for c in k.__mro__ if not _of_torch(c) and c is not object]
-    names, found, seen = ["forward"], list[Any](), {"forward"}
-    if any(_OVERRIDES & vars(c).keys() for c in own):
-        return None
-    for name in names:  # which grow
-        for value in (vars(c)[name] for c in own if name in vars(c)):
-            key = _settled(value)
-            called = isinstance(value, types.FunctionType)
-            if key is None or (called and _sets_elements(value.__code__)):
+    """The keys of all functions and values of classes other than torch's: who has a module may call any of them. None
+    where one does not tell."""
+    own = {c: None for k in classes for c in k.__mro__ if not _of_torch(c) and c is not object}
+    found: list[Any] = []
+    for name, value in (pair for c in own for pair in vars(c).items()):
+        if name in _OVERRIDES:
+            return None
+        if name in _NOT_CALLED or (name.startswith("__") and not isinstance(value, types.FunctionType)):
+            continue
+        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+        for part in (getattr(x, "__func__", x) for x in parts):
+            key = _settled(part)
+            if key is None or (isinstance(part, types.FunctionType) and _sets_elements(part.__code__)):
                 return None
-            found.append(key)
-            used = {n for c in _with_inner(value.__code__) for n in c.co_names} - seen if called else set()
-            if "getattr" in used:
-                return None
-            names += sorted(used)
-            seen |= used
+            found.append((name, key))
     return found
 
 
@@ -191,6 +195,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _INTERNAL = {n for n in vars(torch.nn.Module()) if n != "training"}
 """Attributes of every module: its parameters, buffers, modules and hooks."""
 _OVERRIDES = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__torch_function__"}
+_NOT_CALLED = {"__init__", "__repr__", "extra_repr"}
+"""Of a module that is there, by code that computes."""
 
 
 class Identical:
