@@ -36,7 +36,8 @@ def _on_error(kind: type[BaseException], error: BaseException, where: TracebackT
 if os.path.basename(sys.argv[0]) == "tightship" or sys.orig_argv[1:3] == ["-m", "tightship"]:
     sys.excepthook = _on_error
 
-if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):  # as launchers say it to one of several ranks
+# `compat_distributed.launched_together`, which imports torch.
+if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
     from tightship.execute.early_end import watch
 
     watch()

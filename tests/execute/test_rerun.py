@@ -984,3 +984,18 @@ def test_what_code_inside_of_a_functional_transform_keeps_is_kept_in_each_step(k
         step(given)
         loss_fn(models[1], given)
     assert models[0].seen == models[1].seen == 3
+
+
+def test_hooks_of_all_modules_are_called_inside_of_functional_transforms_in_each_step():
+    called, given = [], torch.randn(8, 2)
+    model = Field()
+    step = fit(model, physics, torch.optim.SGD(model.parameters(), 0.01), given)
+    step(given)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
+    try:
+        step(given)
+        once = len(called)
+        step(given)
+    finally:
+        handle.remove()
+    assert once and len(called) == 2 * once

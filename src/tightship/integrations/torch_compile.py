@@ -244,16 +244,9 @@ class Session(NotCopied):
             self._check(gm)
             failed = None
             if self.options.mode == "compiled":
-                try:
-                    compiled = Compilation(self, gm).compiled(gm, inputs)
-                    self._warn_of_recompile_limit()
+                compiled, failed = self._compiled(gm, inputs)
+                if compiled is not None:
                     return compiled
-                except (BadInput, Infeasible):
-                    raise
-                except Exception as error:
-                    if compat_dynamo.is_control_flow(error) or not self.options.eager_fallback:
-                        raise
-                    failed = compat_dynamo.in_our_words(error)
             graph = Compilation(self, gm)
             compiled = graph.run(gm, inputs, symbolic)
             if failed is not None:
@@ -271,6 +264,19 @@ class Session(NotCopied):
             if not self.options.eager_fallback:
                 return _raise_when_called(error, self)
             return self._eager(gm, error)
+
+    def _compiled(self, gm: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any] | None, Exception | None]:
+        """What Inductor makes of a graph; or why it makes nothing of it, where the graph may run otherwise."""
+        try:
+            compiled = Compilation(self, gm).compiled(gm, inputs)
+        except (BadInput, Infeasible):
+            raise
+        except Exception as error:
+            if compat_dynamo.is_control_flow(error) or not self.options.eager_fallback:
+                raise
+            return None, compat_dynamo.in_our_words(error)
+        self._warn_of_recompile_limit()
+        return compiled, None
 
     def _check(self, gm: Any) -> None:
         self.ledger.sends(compat_ddp.active_buckets())

@@ -196,7 +196,9 @@ def released_early(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...] | No
     runs = runs_of(graph, steps, apart=True)
     if runs is None:
         return None
-    waits = _waits(runs)
+    waits: list[list[int]] = [[] for _ in runs.ops]
+    for later, sooner in runs.moments.waits.tolist():
+        waits[later].append(sooner)
     less = _bytes_left(runs) < 0
     keys: list[tuple[int, ...]] = []
     for i in range(len(runs.ops)):
@@ -204,17 +206,6 @@ def released_early(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...] | No
         keys.append((*behind, i))
     order = sorted(range(len(keys)), key=keys.__getitem__)
     return runs.steps(order) if order != list(range(len(order))) else None
-
-
-def _waits(runs: Runs) -> list[list[int]]:
-    """By run, those that it has to run after, which come before it."""
-    m = runs.moments
-    waits: list[list[int]] = [[] for _ in runs.ops]
-    reads = np.column_stack((m.reads[:, 1], m.definer[m.reads[:, 0]]))
-    for later, sooner in np.concatenate((m.waits, reads)).tolist():
-        if sooner != later:
-            waits[later].append(sooner)
-    return waits
 
 
 def _bytes_left(runs: Runs) -> NDArray[np.int64]:

@@ -227,6 +227,17 @@ def _is_of_enumeration(value: object) -> bool:
     return home == "torch" and isinstance(getattr(type(value), "__members__", None), Mapping)
 
 
+def has_global_hooks() -> bool:
+    """Whether something of the caller's is called with every module that is."""
+    m = torch.nn.modules.module
+    kinds = (
+        m._global_forward_hooks, m._global_forward_pre_hooks, m._global_backward_hooks,
+        m._global_backward_pre_hooks,
+    )  # fmt: skip
+    hooks = (fn for kind in kinds for fn in kind.values())
+    return any(not str(getattr(fn, "__module__", "")).startswith("tightship.") for fn in hooks)
+
+
 def is_functorch(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a wrapper of a functional transform (vmap, grad)."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

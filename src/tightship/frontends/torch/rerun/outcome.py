@@ -150,6 +150,8 @@ _walk = _Walk()
 
 
 def _of_each(modules: list[torch.nn.Module]) -> tuple[Any, ...] | None:
+    if compat.has_global_hooks():
+        return None
     found: list[Any] = []
     for m in modules:
         if any(getattr(m, hooks) for hooks in _HOOKS) or "forward" in vars(m):
