@@ -28,9 +28,6 @@ from tightship.frontends.torch.capture.recorder import Recorder
 
 WIDTH, ROWS = 32, 64
 
-# Of searches something else is asked elsewhere: here they are to be brief.
-tightship.fit = functools.partial(tightship.fit, work=3_000_000)
-
 
 def model(more: bool = False) -> torch.nn.Module:
     torch.manual_seed(0)
@@ -539,6 +536,8 @@ def killed() -> Any:
 
 
 def main(scenarios: dict[str, Any]) -> None:
+    # Searches are judged elsewhere: here they are to be brief.
+    tightship.fit = functools.partial(tightship.fit, work=3_000_000)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
