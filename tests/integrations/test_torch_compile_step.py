@@ -7,7 +7,7 @@ from torch import nn
 from support.compiled import compiled, deep
 from tightship import errors
 from tightship.execute import allocator
-from tightship.integrations.accounting import measure_optimizers
+from tightship.integrations.optimizer_memory import measure_optimizers
 from tightship.integrations.torch_compile import Fallback, compiled_session, measured_step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

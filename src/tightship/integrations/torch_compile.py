@@ -31,7 +31,8 @@ from tightship.execute import allocator
 from tightship.execute.graph_ranks import Turn, begin, failed_before
 from tightship.execute.interpreter import Fallback
 from tightship.frontends.torch import compat, compat_compile, compat_ddp, compat_dynamo, compat_sending
-from tightship.integrations.accounting import Ledger, StepBytes, StepMemory, measure_optimizers
+from tightship.integrations.accounting import Ledger, StepBytes
+from tightship.integrations.optimizer_memory import StepMemory, measure_optimizers
 from tightship.integrations.torch_compile_graph import CASTS, Compilation
 from tightship.integrations.torch_inductor import CompiledGraph
 from tightship.integrations.torch_partition import (
