@@ -345,6 +345,17 @@ class Graph:
         o = self.ops[op]
         return " · ".join(x for x in (o.module, o.source) if x) or o.name
 
+    def holding(self, op: int, limit: int, rest: int) -> Graph:
+        """The same graph whose ``op`` takes so much of ``limit`` bytes that, beside what it makes, at most ``rest``
+        bytes beyond the static set can be in use while it runs."""
+        made = sum(self.storages[s].size for s in self.uses.defines[op])
+        taken = limit - self.static_bytes - rest - made
+        if taken <= 0:
+            return self
+        ops = list(self.ops)
+        ops[op] = replace(ops[op], workspace=ops[op].workspace + taken)
+        return self.with_ops(tuple(ops))
+
     def with_ops(self, ops: tuple[Op, ...]) -> Graph:
         """The same graph with other measurements on its ops (times, workspaces, requests)."""
         return replace(self, ops=ops)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
@@ -80,6 +81,8 @@ class CompiledSearch(ABC, Generic[T]):
     """Whose saved sets are looked at beside ours, as `Seeds` has them."""
     placed = True
     """Whether what is compiled is placed in an arena."""
+    held: int | None = None
+    """The most bytes beyond the static set that may stay between the passes, where there is such a limit."""
     unplanned: Unplanned
     row: Partition
 
@@ -152,6 +155,12 @@ class CompiledSearch(ABC, Generic[T]):
         first = self.stock(likely=likely) if known is None else None
         self.unplanned = known[0] if known is not None else unplanned_of(first)
         budget = self.budget = self.limit(self.unplanned)
+        if self.held is not None:
+            known = self.known()
+            self.seen = {
+                key: replace(c, needed=self.needs(c.replay)) for key, c in self.seen.items() if c.replay
+            }
+            first = None if first is None else self.stock(likely=likely)
         row = self.chosen({} if known is None else known[1], budget)
         if row is not None:
             self.row = row
@@ -352,10 +361,17 @@ class CompiledSearch(ABC, Generic[T]):
                 self.failed += [] if str(error) in self.failed else [str(error)]
                 raise
             self.count += 1
-            peak = max(replay.peaks)
-            needed = max(peak, replay.static + place(replay)[1]) if self.placed else peak
+            peak, needed = max(replay.peaks), self.needs(replay)
             self.seen[key] = Candidate(made, source, peak, needed, replay, *self.cost(made), share, plan)
         return self.seen[key]
+
+    def needs(self, replay: StepReplay) -> int:
+        """Bytes that a candidate needs: of what it keeps beyond ``held``, as many beyond the budget."""
+        peak = max(replay.peaks)
+        needed = max(peak, replay.static + place(replay)[1]) if self.placed else peak
+        if self.held is None or self.budget is None:
+            return needed
+        return max(needed, self.budget + replay.rest - self.held)
 
     def ours(self, plan: Plan) -> Candidate[T]:
         return self.candidate(self.planned(plan), "tightship", plan=plan)

@@ -4,12 +4,14 @@ With an optimizer a budget is of the whole step, from the forward pass to ``zero
 parameters and state and the graphs' inputs. While a graph runs, gradients are there as far as graphs have handed
 them out, and all of them where they are accumulated; while the optimizer steps, all of them, what it makes itself,
 and the last graph's results. What the caller's own code makes or keeps beside that is not counted.
+
+One graph may be called several times before the first of its backward passes: layers that are compiled one by one
+share their code. Each such call counts as a graph of its own.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -24,13 +26,18 @@ from tightship.units import Budget, format_bytes
 __all__ = ["Entry", "Ledger", "StepBytes"]
 
 
+Place = tuple[int, int]
+"""Where a graph is called: the number of its Python frame, and how many calls of that frame's graphs are then between
+their two passes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What one graph takes, in bytes. ``static``: the caller's tensors no earlier graph has counted.
     ``dynamic``: the most it needs beyond its inputs while it runs, ``forward`` while its forward pass does. ``rest``:
     what stays between its two passes. ``gradients``: what it hands out in the backward pass, ``results``: in the
     forward pass, if no other graph follows. ``unplanned_*`` are the same if everything was kept. ``beside``: earlier
-    graphs may be between their two passes meanwhile."""
+    graphs may be between their two passes meanwhile. ``place``: where it was planned."""
 
     static: int
     dynamic: int
@@ -41,18 +48,51 @@ class Entry:
     results: int = 0
     forward: int = 0
     beside: bool = True
+    place: Place = (-1, 0)
+
+    @property
+    def training(self) -> bool:
+        return bool(self.gradients or self.unplanned_rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Calls of the same code that are to follow before the first backward pass: ``count`` of them, with ``static``
+    bytes of parameters and buffers that nobody has counted yet."""
+
+    count: int = 0
+    static: int = 0
+
+    def part(self, room: int, need: int, rest: int, gradients: int) -> tuple[int, int]:
+        """Of ``room`` bytes for a graph and those ahead: the most for one of them, which needs ``need`` if it keeps
+        everything, and how many of ``rest`` may stay between its passes. While the last of them runs, the others are
+        between theirs; while the first does, the others have handed out their ``gradients``."""
+        most = max(min(need, room - self.count * gradients), 0)
+        return most, min(max(room - most, 0) // max(self.count, 1), rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that is between its two passes as long as one of ``saved`` is there."""
+
+    place: Place
+    entry: Entry
+    saved: tuple[Any, ...]
+
+    def waits(self) -> bool:
+        return not all(reference.expired() for reference in self.saved)
 
 
 @dataclass
 class _Share:
-    """What a percentage came to, in bytes, once the graphs in ``frames`` were known."""
+    """What a percentage came to, in bytes, once the graphs at ``places`` were known."""
 
     limit: int | None = None
-    frames: set[int] = field(default_factory=set)
+    places: set[Place] = field(default_factory=set)
 
 
-_OPTIMIZER: Final = -2
-"""Stands in the place of a frame for what the optimizer has."""
+_OPTIMIZER: Final = (-2, 0)
+"""Stands in the place of a graph for what the optimizer has."""
 
 _ACCUMULATE: Final = (
     "give accumulate=True, which plans for gradients that are there, or clear them before each forward pass: "
@@ -60,10 +100,15 @@ _ACCUMULATE: Final = (
 )
 
 
+_CALLED_AGAIN: Final = (
+    "the same code runs several times before the first backward pass, which was not known when it was planned: "
+    "compile the model that calls it instead, or the modules that run it one by one with module.compile(…)"
+)
+
+
 @dataclass
 class Ledger:
-    """Shares ``budget`` among graphs, by the number of their Python frame, in the order they were first
-    compiled.
+    """Shares ``budget`` among graphs, by where they are called, in the order they were first called.
 
     While a graph runs, the inputs of all of them and the rests of the earlier ones are in memory; while the
     backward pass of an earlier graph runs, the gradients that the later ones have handed out.
@@ -77,10 +122,11 @@ class Ledger:
     budget: Budget | None
     step: StepMemory | None = None
     accumulate: bool = False
-    entries: dict[int, Entry] = field(default_factory=dict)
-    _current: dict[int, Entry] = field(default_factory=dict)  # of the graphs that ran last
-    _waiting: set[int] = field(default_factory=set)  # frames of graphs that are between their two passes
-    _storages: dict[int, int] = field(default_factory=dict)
+    entries: dict[Place, Entry] = field(default_factory=dict)
+    _current: dict[Place, Entry] = field(default_factory=dict)  # of the graphs that ran last
+    _calls: list[_Call] = field(default_factory=list)  # between their two passes, by age
+    _known: dict[Place, list[Entry]] = field(default_factory=dict)  # what was called there
+    _storages: dict[int, Place] = field(default_factory=dict)
     _training: _Share = field(default_factory=_Share)
     _evaluation: _Share = field(default_factory=_Share)
     _settled: bool = False
@@ -94,24 +140,67 @@ class Ledger:
                 sum(self.step.parameters.values()) + self.step.state, 0, 0, 0, 0, 0
             )
 
-    def new_static(self, frame: int, storages: Mapping[int, int]) -> int:
-        """Bytes of ``storages`` (identity: bytes) that no other frame has counted."""
-        for key in storages:
-            self._storages.setdefault(key, frame)
-        return sum(n for key, n in storages.items() if self._storages[key] == frame)
+    def place(self, frame: int) -> Place:
+        """Where a graph of this frame is called now."""
+        self._calls = [c for c in self._calls if c.waits()]
+        return frame, sum(c.place[0] == frame for c in self._calls)
 
-    def begin(self, frame: int, entry: Entry, *, backward: bool = False) -> None:
-        """Takes note of which of a frame's graphs runs now. Raises ``Infeasible`` where gradients are there that
-        nobody counted and for which the budget has no room."""
-        self._current[frame] = entry
-        if backward or not entry.rest:
-            self._waiting.discard(frame)
-        else:
-            self._waiting.add(frame)
-        if self.step is None or self.accumulate:
-            return
+    def new_static(self, place: Place, storages: Mapping[int, int]) -> int:
+        """Bytes of ``storages`` (identity: bytes) that no other place has counted."""
+        for key in storages:
+            self._storages.setdefault(key, place)
+        return sum(n for key, n in storages.items() if self._storages[key] == place)
+
+    def uncounted(self, storages: Mapping[int, int]) -> int:
+        """Bytes of ``storages`` that nobody has counted."""
+        return sum(n for key, n in storages.items() if key not in self._storages)
+
+    def begin(
+        self, entry: Entry, storages: Callable[[], Mapping[int, int]], *, backward: bool = False
+    ) -> Place:
+        """Takes note of which of a frame's graphs runs now, and of where; ``storages``: the identities and bytes of
+        what it is called with. Raises ``Infeasible`` where more is there than the budget has room for: calls that
+        nobody knew of when the graph was planned, or gradients that nobody counted."""
+        place = self._ended(entry) if backward else self.place(entry.place[0])
+        if not any(entry is e for e in self._known.setdefault(place, [])):
+            self._known[place].append(entry)
+            if place != entry.place:
+                self._again(place, entry, storages)
+        if place != entry.place:
+            entry = replace(entry, static=self.entries[place].static, place=place)
+        self._current[place] = entry
+        if self.step is not None and not self.accumulate:
+            self._check_existing(place, entry, backward)
+        return place
+
+    def keeps(self, place: Place, entry: Entry, saved: Sequence[Any]) -> None:
+        """A forward pass is over: what is between its two passes is there as long as one of these references is."""
+        if saved:
+            self._calls.append(_Call(place, entry, tuple(saved)))
+
+    def _ended(self, entry: Entry) -> Place:
+        """Where the last call was made that had this entry and is between its passes: its backward pass begins."""
+        for k in range(len(self._calls) - 1, -1, -1):
+            if self._calls[k].entry is entry:
+                return self._calls.pop(k).place
+        return entry.place
+
+    def _again(self, place: Place, entry: Entry, storages: Callable[[], Mapping[int, int]]) -> None:
+        """A graph is called at another place than it was planned at."""
+        known = self.entries.get(place)
+        static = self.new_static(place, storages()) if known is None else known.static
+        entry = replace(entry, static=static, place=place)
+        self.available(
+            place, static, entry.unplanned, training=entry.training, results=entry.results,
+            gradients=entry.gradients,
+        )  # fmt: skip
+        self._current[place] = entry
+        self.enter(place, entry, current=True)
+
+    def _check_existing(self, place: Place, entry: Entry, backward: bool) -> None:
+        assert self.step is not None
         there = self.step.existing_gradients()
-        rows = [*self._earlier(frame, current=True), entry]
+        rows = [*self._earlier(place, current=True), entry]
         need = sum(e.static for e in rows) + _rests(rows, -1) + there
         need += entry.dynamic if backward else entry.forward
         limit, self._most = self.limit, max(self._most, need)
@@ -148,8 +237,12 @@ class Ledger:
         return self._training.limit
 
     def settle(self) -> None:
-        """The first backward pass has begun: all graphs of the first training step are known."""
-        self._settled = True
+        """The first backward pass has begun: all graphs of the first training step are known, and what a percentage
+        of it is. Raises ``Infeasible`` where they do not meet it."""
+        if not self._settled:
+            self._settled = True
+            rows = [self._current.get(p, e) for p, e in self.entries.items()]
+            self._check(rows)
 
     def binding(self, training: bool) -> bool:
         """Whether the budget in bytes is known to be meant for such a graph: not where a percentage is of a training
@@ -157,68 +250,108 @@ class Ledger:
         known = self.budget is None or self.budget.bytes is not None or self._training.limit is not None
         return training or known
 
-    def resolved_before(self, frame: int, training: bool) -> bool:
+    def resolved_before(self, place: Place, training: bool) -> bool:
         """Whether the budget is a percentage of something that came before this graph."""
         share = self._share(training)
         return self.budget is not None and self.budget.bytes is None and share.limit is not None and (
-            self._settled or frame in share.frames or (share is self._training and not training)
+            self._settled
+            or (not training and (share is self._training or place in share.places))
         )  # fmt: skip
 
     def available(
         self,
-        frame: int,
+        place: Place,
         static: int,
         unplanned: int,
         *,
         training: bool,
         current: bool = False,
         results: int = 0,
+        gradients: int = 0,
+        rest: int = 0,
+        ahead: Ahead = Ahead(),
     ) -> int | None:
         """Bytes this graph may use beyond its static set; None without a budget.
 
         ``static`` is what `new_static` said, ``unplanned`` the most the graph needs beyond its inputs if
-        everything is kept. Earlier graphs take the most that any kind of theirs takes or, if ``current``, what those
-        take that ran last.
+        everything is kept, ``rest`` what then stays between its passes, ``gradients`` what it hands out. Earlier
+        graphs take the most that any kind of theirs takes or, if ``current``, what those take that ran last. With
+        calls ``ahead``: bytes for this graph and them together.
         """
         if self.budget is None:
             return None
-        earlier = self._earlier(frame, current)
+        earlier = self._earlier(place, current)
         shared = static + sum(e.static for e in earlier)
-        beside = self.beside_earlier(frame, training)
-        peak = kept = 0
-        for e in earlier:
-            peak = max(peak, kept + e.unplanned)
-            kept += e.unplanned_rest
-        kept = kept if beside else 0
-        peak = max(peak, kept + unplanned) + shared
-        if training and self.step is not None:
-            peak = max(peak, shared + self._beside_static(max([results, *(e.results for e in earlier)])))
+        beside = self.beside_earlier(place, training)
+        own = Entry(static, 0, 0, gradients, unplanned, rest, results)
+        limit = self._limit(place, self._peak(earlier, [own], shared, beside, training), shared, training)
+        if ahead.count:
+            shared += ahead.static
+            if self.budget.bytes is None and not self._settled:
+                peak = self._peak(earlier, [own] * (1 + ahead.count), shared, beside, training)
+                limit = max(limit, self.budget.resolve(peak, static=shared))
         rests = sum(e.rest for e in earlier) if beside else 0
-        return self._limit(frame, peak, shared, training) - shared - rests
+        return limit - shared - rests
 
-    def beside_earlier(self, frame: int, training: bool) -> bool:
+    def _peak(
+        self, earlier: Sequence[Entry], more: Sequence[Entry], shared: int, beside: bool, training: bool
+    ) -> int:
+        """Bytes in use if all of these keep everything, ``shared`` of them all along."""
+        rows = [*earlier, *more]
+        later = sum(e.gradients for e in rows)
+        peak = kept = 0
+        for k, e in enumerate(rows):
+            later -= e.gradients
+            kept = kept if beside or k < len(earlier) else 0
+            peak = max(peak, kept + e.unplanned + later)
+            kept += e.unplanned_rest
+        if training and self.step is not None:
+            peak = max(peak, self._beside_static(max(e.results for e in rows)))
+        return peak + shared
+
+    def share_of(self, place: Place, static: int, rest: int) -> int | None:
+        """What a percentage leaves of ``rest`` bytes that stay between a graph's passes; None if it is none, or
+        known in bytes."""
+        if self.budget is None or self.budget.bytes is not None:
+            return None
+        static += sum(e.static for e in self._earlier(place, current=False))
+        return max(self.budget.resolve(static + rest, static=static) - static, 0)
+
+    def shared(self, place: Place) -> bool:
+        """Whether graphs with a backward pass share the budget with the one at ``place``."""
+        return any(e.training for p, e in self.entries.items() if p != place)
+
+    def beside_earlier(self, place: Place, training: bool) -> bool:
         """Whether earlier graphs may be between their two passes while this one runs: one without a backward pass
         (evaluation, a compiled optimizer's step) follows the code that it comes in first."""
-        return training or any(
-            f in self._waiting for f in itertools.takewhile(lambda f: f != frame, self.entries)
-        )
+        if training:
+            return True
+        order = {p: k for k, p in enumerate(self.entries)}
+        own = order.get(place, len(order))
+        return any(order.get(c.place, own) < own for c in self._calls if c.waits())
 
-    def enter(self, frame: int, entry: Entry, *, current: bool = False) -> None:
+    def enter(self, place: Place, entry: Entry, *, current: bool = False) -> None:
         """Takes note of what a graph takes. Raises ``Infeasible`` if the gradients it hands out leave an
         earlier graph's backward pass too little."""
-        before = self.entries.get(frame)
-        self.entries[frame] = entry if before is None else _larger(before, entry)
+        before = self.entries.get(place)
+        self.entries[place] = entry if before is None else _larger(before, entry)
         self._check_step(entry)
-        if self.budget is None or self.budget.bytes is None:
+        rows = [*self._earlier(place, current), entry] if current else list(self.entries.values())
+        self._check(rows)
+
+    def _check(self, rows: Sequence[Entry]) -> None:
+        """Raise ``Infeasible`` where graphs need more than a budget in bytes, or than a percentage came to."""
+        if self.budget is None or (self.budget.bytes is None and not self._settled):
             return
-        rows = [*self._earlier(frame, current), entry] if current else list(self.entries.values())
-        static = sum(e.static for e in rows)
+        limit, static = self.limit, sum(e.static for e in rows)
+        if limit is None:
+            return
         for k, e in enumerate(rows):
             need = static + _rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
-            if need > self.budget.bytes:
+            if need > limit:
                 raise Infeasible(
-                    budget=self.budget.bytes, lower_bound=static, best_peak=need,
-                    top=[(f"gradients of graph {n}", r.gradients, "") for n, r in enumerate(rows) if n > k],
+                    budget=limit, lower_bound=static, best_peak=need, at=f"a pass of {_name(rows, k)}",
+                    top=_top(rows, k, static), advice=(_CALLED_AGAIN,) if e.place[1] else (),
                 )  # fmt: skip
 
     def _beside_static(self, results: int = 0) -> int:
@@ -231,7 +364,7 @@ class Ledger:
         """Bytes in use while the optimizer steps; 0 without one."""
         if self.step is None:
             return 0
-        rows = [self._current.get(f, e) if current else e for f, e in self.entries.items()]
+        rows = [self._current.get(p, e) if current else e for p, e in self.entries.items()]
         return sum(e.static for e in rows) + self._beside_static(max(e.results for e in rows))
 
     def _check_step(self, entry: Entry) -> None:
@@ -252,7 +385,7 @@ class Ledger:
             (f"state of {step.name}", state), ("parameters", parameters),
             ("buckets of DistributedDataParallel", self._buckets),
             ("results that the caller still has", max(e.results for e in self.entries.values())),
-            ("buffers and batch", sum(e.static for f, e in self.entries.items() if f != _OPTIMIZER)),
+            ("buffers and batch", sum(e.static for p, e in self.entries.items() if p != _OPTIMIZER)),
         ]  # fmt: skip
         top = sorted(((n, b, "") for n, b in rows if b), key=lambda r: -r[1])
         raise Infeasible(
@@ -278,7 +411,7 @@ class Ledger:
     def planned_step(self) -> int:
         """The most bytes in use in a step like the last: the graphs that ran last, and the optimizer's step."""
         rows = [
-            self._current.get(f, e) for f, e in self.entries.items() if f in self._current or f == _OPTIMIZER
+            self._current.get(p, e) for p, e in self.entries.items() if p in self._current or p == _OPTIMIZER
         ]
         static = sum(e.static for e in rows)
         peak = max((
@@ -290,11 +423,12 @@ class Ledger:
     def begin_step(self) -> None:
         """A step begins, of which `planned_step` is asked when it is over."""
         self._most = 0
+        self._current.clear()
 
     def owned(self) -> int:
         """Bytes of what is there now of the static set: the optimizer's state and gradients as far as they exist."""
         rows = [
-            self._current.get(f, e) for f, e in self.entries.items() if f in self._current or f == _OPTIMIZER
+            self._current.get(p, e) for p, e in self.entries.items() if p in self._current or p == _OPTIMIZER
         ]
         static = sum(e.static for e in rows)
         if self.step is None:
@@ -302,32 +436,54 @@ class Ledger:
         counted = self.step.state + (self.step.gradients if self.accumulate else 0)
         return static - counted + self.step.existing_state() + self.step.existing_gradients()
 
-    def _earlier(self, frame: int, current: bool) -> list[Entry]:
+    def _earlier(self, place: Place, current: bool) -> list[Entry]:
         entries = []
-        for f, e in self.entries.items():
-            if f == frame:
+        for p, e in self.entries.items():
+            if p == place:
                 break
-            entries.append(self._current.get(f, e) if current else e)
+            entries.append(self._current.get(p, e) if current else e)
         return entries
 
     def _share(self, training: bool) -> _Share:
         return self._training if training or self._training.limit is not None else self._evaluation
 
-    def _limit(self, frame: int, peak: int, static: int, training: bool) -> int:
+    def _limit(self, place: Place, peak: int, static: int, training: bool) -> int:
         """The budget in bytes: ``peak`` is that of all graphs up to this one if they keep everything."""
         assert self.budget is not None
         if self.budget.bytes is not None:
             return self.budget.bytes
         share = self._share(training)
-        if share.limit is None or not self.resolved_before(frame, training):
+        if share.limit is None or not self.resolved_before(place, training):
             share.limit = max(self.budget.resolve(peak, static=static), share.limit or 0)
-            share.frames.add(frame)
+            share.places.add(place)
         return share.limit
 
 
 def _rests(rows: Sequence[Entry], k: int) -> int:
     """Bytes of what earlier graphs keep between their passes while the ``k``-th of them runs."""
     return sum(r.rest for r in rows[:k]) if rows[k].beside else 0
+
+
+def _name(rows: Sequence[Entry], k: int) -> str:
+    frame, before = rows[k].place
+    return f"graph {frame}" + (f", call {before + 1} of it" if before else "")
+
+
+def _top(rows: Sequence[Entry], k: int, static: int) -> list[tuple[str, int, str]]:
+    """What else there is while the ``k``-th of the graphs runs, for people."""
+    kept: dict[int, list[int]] = {}
+    for r in rows[:k] if rows[k].beside else ():
+        kept.setdefault(r.place[0], []).append(r.rest)
+    found = [
+        (f"kept by graph {frame}" + (f", {len(sizes)} calls of it" if len(sizes) > 1 else ""), sum(sizes), "")
+        for frame, sizes in kept.items()
+    ]
+    found += [(f"gradients of {_name(rows, n)}", rows[n].gradients, "") for n in range(k + 1, len(rows))]
+    found += [
+        (f"what {_name(rows, k)} makes", rows[k].dynamic, ""),
+        ("parameters, buffers and batch", static, ""),
+    ]
+    return sorted((row for row in found if row[1]), key=lambda row: -row[1])
 
 
 def _larger(a: Entry, b: Entry) -> Entry:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.heap import faster_on_heap, plan_on_heap
 from tightship.execute.profile import profile
 from tightship.frontends.torch import (
-    compat,
     compat_compile,
     compat_distributed,
     compat_dynamo,
@@ -21,8 +21,8 @@ from tightship.frontends.torch import (
 )
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
 from tightship.frontends.torch.program import Program, Ref
-from tightship.graph import Graph, aligned
-from tightship.integrations.accounting import Entry, Ledger
+from tightship.graph import Graph
+from tightship.integrations.accounting import Ahead, Entry, Ledger, Place
 from tightship.integrations.torch_inductor import CompiledGraph, Shares, compile_within
 from tightship.integrations.torch_partition import (
     NOT_HELD,
@@ -38,6 +38,7 @@ from tightship.planners.default import plan as default_plan
 from tightship.planners.default import seconds_left
 from tightship.planners.hints import matches, parse_hints
 from tightship.simulate import baseline, replay
+from tightship.units import format_bytes
 
 __all__ = ["CASTS", "Compilation"]
 
@@ -72,6 +73,7 @@ class Compilation:
     def __init__(self, session: Owner, gm: Any) -> None:
         self.session, self.options = session, session.options
         self.frame, self.name = compat_dynamo.frame()
+        self.place = session.ledger.place(self.frame)
         self.graph_break = compat_dynamo.graph_break(gm)
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.planned: PlannedGraph | None = None
@@ -96,13 +98,15 @@ class Compilation:
                 "the size of its result follows from data",
                 "leave torch._dynamo.config.capture_dynamic_output_shape_ops off, or use tightship.fit",
             )
-        shares = Shares(session.ledger, self.frame, self._storages_in, last)
+        ahead = self._ahead()
+        options = replace(self.options, arena=self.options.arena and not ahead.count)
+        shares = Shares(session.ledger, self.place, self._storages_in, last, ahead)
         arena = session.arenas.setdefault(self.frame, FrameArena())
-        later = session.ledger.resolved_before(self.frame, training=True)
+        later = session.ledger.resolved_before(self.place, training=True)
         try:
-            run, planned = compile_within(gm, inputs, self.options, arena, shares)
+            run, planned = compile_within(gm, inputs, options, arena, shares)
         except Infeasible as no:
-            raise self._advised(no, later) from None
+            raise self._advised(no, later, ahead) from None
         session.graphs.append(planned)
         if self.graph_break is not None:
             planned.notes.append(
@@ -142,13 +146,13 @@ class Compilation:
         assert self.planned is not None
         compat_compile.never_donates()
         planned, run = self.planned, self.planned.backward
-        ledger, frame, entry = self.session.ledger, self.frame, self.entry
+        ledger, entry = self.session.ledger, self.entry
         assert entry is not None
 
         def backward(args: list[Any]) -> list[Any]:
             with planned.running(backward=True):
                 ledger.settle()
-                ledger.begin(frame, entry, backward=True)
+                ledger.begin(entry, dict, backward=True)
                 return run(args)
 
         return self._function(backward)
@@ -161,12 +165,14 @@ class Compilation:
 
     def _forward(self, planned: PlannedGraph) -> Callable[[list[Any]], Any]:
         assert self.entry is not None
-        ledger, frame, entry = self.session.ledger, self.frame, self.entry
+        ledger, entry = self.session.ledger, self.entry
 
         def forward(args: list[Any]) -> list[Any]:
             with planned.running():
-                ledger.begin(frame, entry)
-                return planned.forward(args)
+                place = ledger.begin(entry, lambda: self._given(args))
+                results = planned.forward(args)
+                ledger.keeps(place, entry, planned.made(results))
+                return results
 
         return self._function(forward)
 
@@ -190,23 +196,25 @@ class Compilation:
             rows.append(Primal(role, _readable(source) or n.name))
         return rows
 
+    def _given(self, args: Sequence[Any]) -> dict[int, int]:
+        """Identity and bytes of what the graph is called with, but for what graphs have handed out."""
+        graphs = self.session.graphs
+        return {
+            key: size
+            for key, size in compat_distributed.storage_sizes(args).items()
+            if not any(p.handed_out(key) for p in graphs)
+        }
+
     def _storages(self, graph: Graph) -> dict[int, int]:
         return self._storages_in(graph.static_bytes)
 
     def _storages_in(self, static: int) -> dict[int, int]:
         """Identity and bytes of the caller's tensors, without those that an earlier graph made and counts;
         what is not known counts as itself. ``static``: bytes of all inputs."""
-        storages: dict[int, int] = {}
-        counted = 0
-        for n in self.placeholders:
-            real = compat_distributed.own_part(compat_dynamo.example_of(n))
-            if real is None:
-                continue
-            key, size = compat.storage_key(real), aligned(real.numel() * real.element_size())
-            if any(p.handed_out(key) for p in self.session.graphs):
-                counted += size
-            else:
-                storages[key] = max(storages.get(key, 0), size)
+        given = compat_distributed.storage_sizes(map(compat_dynamo.example_of, self.placeholders))
+        handed = {key for key in given if any(p.handed_out(key) for p in self.session.graphs)}
+        storages = {key: size for key, size in given.items() if key not in handed}
+        counted = sum(given[key] for key in handed)
         rest = static - sum(storages.values()) - counted
         return {**storages, -1 - self.frame: rest} if rest > 0 else storages
 
@@ -247,41 +255,139 @@ class Compilation:
     def _within_budget(self, joint: Joint, program: Program) -> tuple[Plan, Cut]:
         graph, ledger = program.graph, self.session.ledger
         everything = replay(graph, baseline(graph))
-        static = ledger.new_static(self.frame, self._storages(graph))
+        static = ledger.new_static(self.place, self._storages(graph))
         training, need = joint.boundary is not None, everything.peak - graph.static_bytes
-        later = ledger.resolved_before(self.frame, training)
+        later = ledger.resolved_before(self.place, training)
+        ahead = self._ahead() if training else Ahead()
+        whole = _Whole(
+            -1 if joint.boundary is None else joint.boundary,
+            need,
+            _kept(joint, program),
+            self._gradients(joint, graph),
+        )
 
         def entered(plan: Plan, *, current: bool = False) -> tuple[Plan, Cut]:
             where = cut(joint, program, plan)
             last = self.graph_break is None
             self.entry = _entry(
-                joint, program, plan, where, static, everything.peak, last=last, accumulate=ledger.accumulate,
-                beside=ledger.beside_earlier(self.frame, training),
+                joint, program, plan, where, static, whole, last=last, accumulate=ledger.accumulate,
+                beside=ledger.beside_earlier(self.place, training), place=self.place,
             )  # fmt: skip
-            ledger.enter(self.frame, self.entry, current=current)
+            ledger.enter(self.place, self.entry, current=current)
             return plan, where
 
-        def free(current: bool) -> int | None:
+        def free(current: bool, ahead: Ahead = Ahead()) -> int | None:  # noqa: B008
             last = _results(joint, graph) if self.graph_break is None else 0
+            gradients = 0 if ledger.accumulate else whole.gradients
             return ledger.available(
-                self.frame, static, need, training=training, current=current, results=last
-            )
+                self.place, static, need, training=training, current=current, results=last, gradients=gradients,
+                rest=whole.rest, ahead=ahead,
+            )  # fmt: skip
 
         try:
-            return entered(self._plan(graph, free(False), training))
+            room = free(False, ahead)
+            if ahead.count and room is not None:
+                return entered(self._plan_repeated(graph, room, whole, ahead))
+            plan = self._plan(graph, room, training)
+            return entered(self._resting(graph, plan, cut(joint, program, plan), static, whole))
         except Infeasible as no:
             if not ledger.binding(training):
                 plan = self._plan_within(graph, None)
                 return entered(replace(plan, notes=(*plan.notes, NOT_HELD)))
-            rest = free(True)
+            rest = None if ahead.count else free(True)
             if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
                 return entered(self._plan_within(graph, graph.static_bytes + rest), current=True)
-            raise self._advised(no, later) from None
+            if (
+                training
+                and not later
+                and (found := self._deferred(graph, static, whole, no.best_peak)) is not None
+            ):
+                return entered(found)
+            raise self._advised(no, later, ahead) from None
 
-    def _advised(self, no: Infeasible, later: bool) -> Infeasible:
+    def _deferred(self, graph: Graph, static: int, whole: _Whole, least: int) -> Plan | None:
+        """A plan where a percentage of the graphs so far is too little for this one, and others may follow, which
+        leaves no more between its passes than its part, within ``least`` bytes if there is one: whether all meet the
+        percentage is known, and said, when the first backward pass begins."""
+        ledger = self.session.ledger
+        rest = ledger.share_of(self.place, static, whole.rest)
+        if rest is None or (self.graph_break is None and not ledger.shared(self.place)):
+            return None
+        limit = graph.static_bytes + whole.need
+        for most in (least, limit, limit):
+            try:
+                return self._plan_within(graph, most, _Held(whole.boundary, rest))
+            except Infeasible as no:
+                rest += no.best_peak - most if most == limit else 0
+        return None
+
+    def _gradients(self, joint: Joint, graph: Graph) -> int:
+        """Bytes of the gradients that the backward pass hands out and that stay: others are what an earlier graph's
+        backward pass begins with."""
+        given: list[Any] = [compat_dynamo.example_of(n) for n in self.placeholders]
+        if len(given) != len(joint.backward):
+            given = [None] * len(joint.backward)
+        stay = {
+            graph.values[r.value].storage
+            for r, t in zip(joint.backward, given, strict=True)
+            if isinstance(r, Ref) and (t is None or t.is_leaf)
+        }
+        return sum(graph.storages[s].size for s in stay - graph.static)
+
+    def _ahead(self) -> Ahead:
+        """The modules that are compiled one by one and are to run this code, too, before the first backward pass."""
+        modules = compat_dynamo.modules_alike()
+        left = len(modules) - 1 - self.place[1]
+        if left <= 0:
+            return Ahead()
+        theirs = compat_distributed.storage_sizes(
+            t for m in modules for t in itertools.chain(m.parameters(), m.buffers())
+        )
+        return Ahead(left, self.session.ledger.uncounted(theirs))
+
+    def _advised(self, no: Infeasible, later: bool, ahead: Ahead = Ahead()) -> Infeasible:  # noqa: B008
         """``no`` with what else of the budget is taken; ``later``: whether the budget was resolved before."""
-        more = [text for text in (_RESOLVED if later else "", self.session.ledger.beside()) if text]
+        others = (
+            f"{ahead.count} more calls of this graph share the budget, with {format_bytes(ahead.static)} of "
+            "parameters and buffers of their own, their gradients, and what they keep for the backward pass"
+        )
+        texts = (_RESOLVED if later else "", others if ahead.count else "", self.session.ledger.beside())
+        more = [text for text in texts if text]
         return no.with_advice((*no.advice, *more)) if more else no
+
+    def _plan_repeated(self, graph: Graph, room: int, whole: _Whole, ahead: Ahead) -> Plan:
+        """One plan for this call and those ``ahead``, which have ``room`` bytes beyond their inputs together.
+
+        The last of them may have what a call needs that keeps everything, or less, so that the others may keep more.
+        Where nothing is found the plan keeps as little as it can, and what is said is said of what is called.
+        """
+        static = graph.static_bytes
+        gradients = 0 if self.session.ledger.accumulate else whole.gradients
+        tried = []
+        for part in (1.0, 0.875, 0.75):
+            peak, rest = ahead.part(room, int(whole.need * part), whole.rest, gradients)
+            try:
+                return self._plan_within(graph, static + peak, _Held(whole.boundary, rest))
+            except Infeasible as no:
+                tried.append((rest + no.best_peak - static - peak, peak))
+        rest, peak = tried[0]
+        try:
+            return self._plan_within(graph, static + peak, _Held(whole.boundary, rest))
+        except Infeasible:
+            return self._plan_within(graph, static + peak)
+
+    def _resting(self, graph: Graph, plan: Plan, where: Cut, static: int, whole: _Whole) -> Plan:
+        """``plan``; or, where others follow that share a percentage and less would be left of it than if everything
+        was kept, one that keeps less between its passes."""
+        if self.graph_break is None or whole.boundary < 0 or plan.budget is None:
+            return plan
+        rest = self.session.ledger.share_of(self.place, static, whole.rest)
+        if rest is None or where.resident - graph.static_bytes <= rest:
+            return plan
+        try:
+            return self._plan_within(graph, plan.budget, _Held(whole.boundary, rest))
+        except Infeasible:
+            return plan
 
     def _plan(self, graph: Graph, free: int | None, training: bool) -> Plan:
         """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and
@@ -292,7 +398,7 @@ class Compilation:
         whole = max(graph.static_bytes + free, 0)
         budget, ledger = self.session.ledger.budget, self.session.ledger
         known = budget is not None and budget.bytes is not None
-        if self.graph_break is not None and (known or ledger.resolved_before(self.frame, training)):
+        if self.graph_break is not None and (known or ledger.resolved_before(self.place, training)):
             limit = graph.static_bytes + max(free, 0) // 2
             for _ in range(2):
                 try:
@@ -303,17 +409,21 @@ class Compilation:
                     break
         return self._plan_within(graph, whole)
 
-    def _plan_within(self, graph: Graph, limit: int | None) -> Plan:
+    def _plan_within(self, graph: Graph, limit: int | None, held: _Held | None = None) -> Plan:
         """With an arena, unless one (and results beside it) needs more than the budget although the peak
-        does not, or, on the CPU, only fits with more recomputation."""
+        does not, or, on the CPU, only fits with more recomputation. No arena where what stays between the passes is
+        ``held``: another call's would lie there."""
         options, notes = self._planner_options_here(graph)
-        arena = self.options.arena
+        arena = self.options.arena and held is None
 
         def now(place: bool) -> PlannerOptions:
             # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
             left = seconds_left(options.seconds, time.perf_counter() - self.began)
             return replace(options, reuse=False, seconds=left, place=place)
 
+        if held is not None and limit is not None:
+            plan = held.plan(graph, limit, now(False))
+            return replace(plan, notes=(*plan.notes, *notes))
         try:
             plan = default_plan(graph, limit, now(arena))
         except Infeasible as error:
@@ -337,31 +447,70 @@ class Compilation:
         return replace(options, hints=",".join(f"{a}={b}" for (a, b), yes in here.items() if yes)), notes
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """A graph that keeps everything: the most bytes it needs beyond its inputs, what stays between its passes, and
+    the gradients it hands out. ``boundary`` is the op between the passes."""
+
+    boundary: int
+    need: int
+    rest: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    """At most ``rest`` bytes beyond the inputs stay at ``boundary``, the op between the passes."""
+
+    boundary: int
+    rest: int
+
+    def plan(self, graph: Graph, limit: int, options: PlannerOptions) -> Plan:
+        """A plan within ``limit`` bytes."""
+        held = graph.holding(self.boundary, limit, self.rest)
+        plan = default_plan(held, limit, options)
+        taken = held.ops[self.boundary].workspace - graph.ops[self.boundary].workspace
+        if not taken:
+            return plan
+        line, before = replay(graph, plan.steps), replay(graph, baseline(graph))
+        bound = max(plan.lower_bound - taken, graph.static_bytes)
+        return replace(plan, peak=line.peak, peak_before=before.peak, lower_bound=bound)
+
+
+def _kept(joint: Joint, program: Program) -> int:
+    """Bytes beyond the inputs that stay between the passes if everything is kept."""
+    graph = program.graph
+    steps = baseline(graph)
+    line = replay(graph, steps)
+    at = next((k for k, s in enumerate(steps) if s.kind == "compute" and s.op == joint.boundary), len(steps))
+    return (line.resident[at - 1] if at else graph.static_bytes) - graph.static_bytes
+
+
 def _entry(
     joint: Joint,
     program: Program,
     plan: Plan,
     where: Cut,
     static: int,
-    unplanned: int,
+    whole: _Whole,
     *,
     last: bool,
     accumulate: bool,
     beside: bool,
+    place: Place,
 ) -> Entry:
     graph = program.graph
-    given = {graph.values[r.value].storage for r in joint.backward if isinstance(r, Ref)} - graph.static
-    keep = cut(joint, program, replace(plan, steps=baseline(graph)))
     return Entry(
         static=static,
         dynamic=plan.peak - graph.static_bytes,
         rest=where.resident - graph.static_bytes,
-        gradients=0 if accumulate else sum(graph.storages[s].size for s in given),
-        unplanned=unplanned - graph.static_bytes,
-        unplanned_rest=keep.resident - graph.static_bytes,
+        gradients=0 if accumulate else whole.gradients,
+        unplanned=whole.need,
+        unplanned_rest=whole.rest,
         results=_results(joint, graph) if last else 0,
         forward=where.peaks[0] - graph.static_bytes,
         beside=beside,
+        place=place,
     )
 
 

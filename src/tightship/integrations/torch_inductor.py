@@ -29,10 +29,17 @@ from tightship.execute.aiming import source_of
 from tightship.execute.cache import KeptPartitions, Unplanned, folder_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.kept_code import Choice, KeptCode
-from tightship.frontends.torch import compat, compat_compile, compat_dynamo, compat_inductor, compat_sending
+from tightship.frontends.torch import (
+    compat,
+    compat_compile,
+    compat_distributed,
+    compat_dynamo,
+    compat_inductor,
+    compat_sending,
+)
 from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, Outdated, Pair
 from tightship.graph import aligned, alignment_of
-from tightship.integrations.accounting import Entry, Ledger
+from tightship.integrations.accounting import Ahead, Entry, Ledger, Place
 from tightship.integrations.torch_inductor_search import Search
 from tightship.integrations.torch_partition import (
     NOT_HELD,
@@ -58,25 +65,48 @@ class Shares:
     in all; ``last``: no other graph follows."""
 
     ledger: Ledger
-    frame: int
+    place: Place
     storages: Callable[[int], Mapping[int, int]]
     last: bool
+    ahead: Ahead = Ahead()  # noqa: RUF009
     entry: Entry | None = None
     static: int = 0
 
     def describe(self) -> object:
         """What limits depend on besides this graph, in short: kept code of another one is found out by its limit."""
-        return self.last, len(self.ledger.entries), self.ledger.accumulate, self.ledger.step is None
+        return (
+            self.last,
+            len(self.ledger.entries),
+            self.ledger.accumulate,
+            self.ledger.step is None,
+            self.ahead,
+        )
 
     def limit(self, static: int, need: int, results: int, *, training: bool) -> int | None:
         """The most bytes for a graph of ``static`` bytes of inputs that needs ``need`` beyond them as Inductor has it
         and hands out ``results``; None without a budget."""
-        self.static = self.ledger.new_static(self.frame, self.storages(static))
+        self.static = self.ledger.new_static(self.place, self.storages(static))
         if not self.ledger.binding(training) and self.ledger.budget is not None:
             return None
         results = results if self.last else 0
-        free = self.ledger.available(self.frame, self.static, need, training=training, results=results)
+        free = self.ledger.available(self.place, self.static, need, training=training, results=results)
         return None if free is None else max(static + free, 0)
+
+    def training_limit(self, u: Unplanned) -> tuple[int | None, int | None]:
+        """The most bytes for a graph that takes ``u`` as Inductor has it; and, where calls of it are ahead, how many
+        beyond its inputs may stay between its passes."""
+        need, ledger = max(u.peaks) - u.static, self.ledger
+        if not self.ahead.count or ledger.budget is None:
+            return self.limit(u.static, need, u.handed[0], training=True), None
+        self.static = ledger.new_static(self.place, self.storages(u.static))
+        gradients = 0 if ledger.accumulate else u.handed[-1]
+        room = ledger.available(
+            self.place, self.static, need, training=True, results=u.handed[0] if self.last else 0,
+            gradients=gradients, rest=u.rest, ahead=self.ahead,
+        )  # fmt: skip
+        assert room is not None
+        most, rest = self.ahead.part(room, need, u.rest, gradients)
+        return u.static + most, rest
 
     def enter(self, replay: StepReplay, unplanned: StepReplay | Unplanned) -> None:
         """Takes note of what the graph takes. Raises ``Infeasible`` where other graphs are left too little."""
@@ -90,16 +120,24 @@ class Shares:
             unplanned_rest=unplanned.rest if training else 0,
             results=replay.handed[0] if self.last else 0,
             forward=replay.peaks[0] - replay.static,
-            beside=self.ledger.beside_earlier(self.frame, training),
+            beside=self.ledger.beside_earlier(self.place, training),
+            place=self.place,
         )
-        self.ledger.enter(self.frame, self.entry)
+        self.ledger.enter(self.place, self.entry)
 
-    def begin(self, *, backward: bool) -> None:
-        """A pass begins."""
+    def begin(self, args: Sequence[Any] | None) -> Place:
+        """A pass begins: the forward pass (or the only one) with ``args``, or the backward pass."""
         assert self.entry is not None
-        if backward:
+        if args is None:
             self.ledger.settle()
-        self.ledger.begin(self.frame, self.entry, backward=backward)
+            return self.ledger.begin(self.entry, dict, backward=True)
+        return self.ledger.begin(self.entry, lambda: compat_distributed.storage_sizes(args))
+
+    def keeps(self, place: Place, saved: Sequence[Any]) -> None:
+        """The forward pass is over, which has made these tensors."""
+        assert self.entry is not None
+        given = [compat.storage_reference(t) for t in saved if isinstance(t, torch.Tensor)]
+        self.ledger.keeps(place, self.entry, given)
 
 
 class CompiledGraph(GraphRuns):
@@ -125,15 +163,17 @@ class CompiledGraph(GraphRuns):
 
     def forward(self, args: list[Any]) -> Any:
         """The forward pass (or the only one)."""
-        self.shares.begin(backward=False)
+        place = self.shares.begin(args)
         placed = self._options.arena and self._frame_arena.idle()
         if self._options.arena and not placed:
             self._outside()
         results = self._run("forward", args, placed)
-        if placed and "backward" in self._passes:
+        if "backward" in self._passes:
             saved = list(results)[len(results) - len(self._kept) :]
             inside = [t for t, kept in zip(saved, self._kept, strict=True) if kept]
-            self._frame_arena.hold(self, inside)
+            if placed:
+                self._frame_arena.hold(self, inside)
+            self.shares.keeps(place, [*list(results)[: len(results) - len(saved)], *inside])
         if "backward" not in self._passes:
             self._report(self.plan.static, self._passes["forward"].last)
         return results
@@ -146,7 +186,7 @@ class CompiledGraph(GraphRuns):
             check_again(self.name, self.plan.budget, self.plan.passes[1].peak + self._step.saved)
             for k, kept in enumerate(self._kept):
                 args[k] = args[k].clone() if kept else args[k]
-        self.shares.begin(backward=True)
+        self.shares.begin(None)
         mine = [args[k] for k, kept in enumerate(self._kept) if kept][:1]
         placed = self._options.arena and (
             self._frame_arena.holds(self, mine) if mine else self._frame_arena.idle()
@@ -220,7 +260,7 @@ def compile_within(
 def stock_peaks(gm: GraphModule, inputs: Sequence[Any], shares: Sequence[float]) -> list[int]:
     """The peaks of what Inductor makes of a Dynamo graph at these values of ``activation_memory_budget``, replayed:
     nothing is compiled. Raises ``Unsupported``, for a graph without a backward pass, too."""
-    ledger = Shares(Ledger(None), 0, lambda _: {}, last=True)
+    ledger = Shares(Ledger(None), (0, 0), lambda _: {}, last=True)
     compilation = _Compilation(gm, CompileOptions(cache=None), FrameArena(), ledger, "")
     found: list[int] = []
 
@@ -396,8 +436,7 @@ class _Compilation:
         if c is None or c.given != self.static(self.gm):
             raise Outdated("what was decided for kept code is not known")
         if self.shares.ledger.budget is not None:
-            static, peak = c.unplanned.static, max(c.unplanned.peaks, default=0)
-            budget = self.shares.limit(static, peak - static, sum(c.unplanned.handed[:1]), training=True)
+            budget, _ = self.shares.training_limit(c.unplanned)
             if budget != c.budget:
                 raise Outdated("kept code is within another budget")
         return c

@@ -22,6 +22,7 @@ from tightship.execute.compiled_search import CompiledSearch
 from tightship.frontends.torch import compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, between_blocks, fuse
 from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, NotLowered, Pair
+from tightship.integrations.accounting import Ahead
 from tightship.integrations.torch_partition import CompileOptions
 from tightship.plan import Plan
 
@@ -34,7 +35,10 @@ class Sharing(Protocol):
     @property
     def ledger(self) -> Any: ...
 
-    def limit(self, static: int, need: int, results: int, *, training: bool) -> int | None: ...
+    @property
+    def ahead(self) -> Ahead: ...
+
+    def training_limit(self, unplanned: Unplanned) -> tuple[int | None, int | None]: ...
 
 
 class Owner(Protocol):
@@ -59,10 +63,11 @@ class Search(CompiledSearch[Pair]):
         lower: LowerPair,
     ) -> None:  # fmt: skip
         o = owner.options
-        made_from = (compat_inductor.digest(joint, static), outputs, owner.align, o.arena, o.planner)
-        kept = KeptPartitions(folder_of(o.cache), made_from)
+        placed = o.arena and not owner.shares.ahead.count
+        self._made_from = (compat_inductor.digest(joint, static), outputs, owner.align, placed, o.planner)
+        kept = KeptPartitions(folder_of(o.cache), self._made_from)
         super().__init__(o.planner, owner.shares.ledger.budget, kept, looks=bool(owner.kept))
-        self.placed = o.arena
+        self.placed = placed
         self.owner, self.joint, self.inputs, self.outputs, self.lower = owner, joint, inputs, outputs, lower
         self.fixed = static
         self._model: FusedJoint | None = None
@@ -80,8 +85,13 @@ class Search(CompiledSearch[Pair]):
         return self.unplanned.static
 
     def limit(self, unplanned: Unplanned) -> int | None:
-        static, peak = unplanned.static, max(unplanned.peaks)
-        return self.owner.shares.limit(static, peak - static, unplanned.handed[0], training=True)
+        limit, self.held = self.owner.shares.training_limit(unplanned)
+        if self.held is not None and limit is not None:
+            folder = folder_of(self.owner.options.cache)
+            self.kept = KeptPartitions(folder, (*self._made_from, limit, self.held))
+            if self._model is not None:
+                self._model = self._model.holding(limit, self.held)
+        return limit
 
     def key(self, made: Pair) -> Hashable:
         return tuple(made.saved), tuple(map(compat_inductor.origin, made.backward.graph.nodes))
@@ -159,6 +169,9 @@ class Search(CompiledSearch[Pair]):
         joint, other = compat_inductor.lean_convolutions(self.joint)
         lean = Search(self.owner, joint, self.inputs, self.outputs, self.fixed, self.lower)
         lean.shares = self.shares if other else ()
+        lean.held, lean.budget = self.held, self.budget
+        if lean.held is not None and lean.budget is not None and lean._model is not None:
+            lean._model = lean._model.holding(lean.budget, lean.held)
         return lean
 
     def planned(self, plan: Plan) -> Pair:

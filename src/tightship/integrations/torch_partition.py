@@ -363,6 +363,7 @@ class PlannedGraph(GraphRuns):
             k for k, v in enumerate(self.saved)
             if v in set(where.made) and program.graph.values[v].storage not in kept
         ]  # fmt: skip
+        self._made = [k for k, v in enumerate(self.saved) if v in set(where.made)]
         self._first: RunStats | None = None
         self._outputs: dict[int, Any] = {}
 
@@ -405,6 +406,16 @@ class PlannedGraph(GraphRuns):
         return reference is not None and not reference.expired()
 
     # --- running ---
+
+    def made(self, results: Sequence[Any]) -> list[Any]:
+        """References to what a forward pass made that a backward pass follows, which are ``expired()`` when it is
+        freed."""
+        if self.backward_pass is None:
+            return []
+        first = len(results) - len(self.saved)
+        handed = [x for x in results[:first] if isinstance(x, torch.Tensor)]
+        saved = [results[first + k] for k in self._made]
+        return [compat.storage_reference(t) for t in (*handed, *saved)]
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The graph's outputs, then what is saved. Empties ``args``."""

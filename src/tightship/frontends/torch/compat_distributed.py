@@ -6,13 +6,16 @@ import ctypes
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from tightship.frontends.torch.compat import storage_key
+from tightship.graph import aligned
 
 
 def world_size() -> int:
@@ -378,6 +381,16 @@ def distributed_by(model: torch.nn.Module) -> str:
 def own_part(t: Any) -> Any:
     """This rank's part of a DTensor; any other tensor as it is."""
     return t._local_tensor if is_distributed(type(t)) else t
+
+
+def storage_sizes(given: Iterable[Any]) -> dict[int, int]:
+    """Identity and bytes of the tensors among these, of this rank's part of those that are in parts."""
+    found: dict[int, int] = {}
+    for t in map(own_part, given):
+        if isinstance(t, torch.Tensor):
+            key, size = storage_key(t), aligned(t.numel() * t.element_size())
+            found[key] = max(found.get(key, 0), size)
+    return found
 
 
 def layout_of(t: Any) -> Layout | None:

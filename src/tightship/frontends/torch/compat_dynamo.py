@@ -4,9 +4,11 @@ module or function.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -228,6 +230,32 @@ def _module_passed_over(frame: Any, found: Any) -> str:
         module, torch.nn.parallel.DistributedDataParallel
     )
     return f"{type(module).__name__}.forward" if calls else ""
+
+
+def modules_alike() -> list[torch.nn.Module]:
+    """The modules of the compiled one's class that are compiled by themselves within the outermost module that runs,
+    the compiled one included: one after the other, they are likely to run the code that is compiled now. Empty where
+    nothing is known."""
+    running: list[torch.nn.Module] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frame = frame.f_back
+        if frame is not None and frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl"):
+            module = frame.f_locals.get("self")
+            if isinstance(module, torch.nn.Module):
+                running.append(getattr(module, "_orig_mod", module))
+    if not running:
+        return []
+    compiled: dict[int, torch.nn.Module] = {}
+    for m in running[-1].modules():
+        inner = getattr(m, "_orig_mod", None)
+        called = (getattr(m, "_compiled_call_impl", None), m.__dict__.get("forward"))
+        if inner is not None:
+            compiled[id(inner)] = inner
+        elif any(hasattr(f, "_torchdynamo_orig_callable") for f in called):
+            compiled[id(m)] = m
+    own = next((m for m in running if id(m) in compiled), None)
+    return [m for m in compiled.values() if type(m) is type(own)]
 
 
 def _first_argument(frame: Any) -> Any:

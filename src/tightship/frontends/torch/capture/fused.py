@@ -68,6 +68,11 @@ class FusedJoint:
     late: frozenset[Node]
     may: dict[int, Overwrites]
 
+    def holding(self, limit: int, rest: int) -> FusedJoint:
+        """The model with so much taken of ``limit`` bytes, while the boundary runs, that at most ``rest`` beyond the
+        inputs stay there."""
+        return replace(self, graph=self.graph.holding(self.boundary, limit, rest))
+
     def is_late(self, node: Node) -> bool:
         """Whether a node is of the backward pass."""
         return node in self.late
