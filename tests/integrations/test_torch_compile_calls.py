@@ -74,7 +74,7 @@ def step(model, first):
 @pytest.mark.parametrize("mode", ["exact", "compiled"])
 @pytest.mark.parametrize("budget", ["100%", "static+70%"])
 def test_layers_share_a_budget_that_are_compiled_one_by_one(budget, mode):
-    model, first = one_by_one("compile", budget=budget, mode=mode)
+    model, first = one_by_one("compile", budget=budget, mode=mode, strict=True)
     found = gradients(model)
     expected = gradients(Model())
     close = 0 if mode == "exact" else 1e-4

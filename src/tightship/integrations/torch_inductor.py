@@ -153,7 +153,7 @@ class CompiledGraph(GraphRuns):
         self._options, self._frame_arena = options, arena
         self._passes: dict[str, CompiledPass] = {}
         self._step: _Step | None = None
-        self._heap: allocator.Arena | None = None
+        self._heaps: dict[int, tuple[Any, allocator.Arena]] = {}
 
     def handed_out(self, _storage: int) -> bool:
         """Results of an earlier graph count as inputs of a later one."""
@@ -167,12 +167,15 @@ class CompiledGraph(GraphRuns):
         placed = self._options.arena and self._frame_arena.idle()
         if self._options.arena and not placed:
             self._outside()
-        results = self._run("forward", args, placed)
+        heap = allocator.Arena(0, self._device)
+        results = self._run("forward", args, None if placed else heap)
         if "backward" in self._passes:
             saved = list(results)[len(results) - len(self._kept) :]
             inside = [t for t, kept in zip(saved, self._kept, strict=True) if kept]
             if placed:
                 self._frame_arena.hold(self, inside)
+            elif inside:
+                self._lies_in(heap, inside[0])
             self.shares.keeps(place, [*list(results)[: len(results) - len(saved)], *inside])
         if "backward" not in self._passes:
             self._report(self.plan.static, self._passes["forward"].last)
@@ -192,9 +195,11 @@ class CompiledGraph(GraphRuns):
             self._frame_arena.holds(self, mine) if mine else self._frame_arena.idle()
         )
         placed = placed and not again
+        _, heap = self._heaps.pop(mine[0].data_ptr() if mine else 0, (None, None))
+        heap = heap or allocator.Arena(0, self._device)
         del mine
         shared = {k: compat.storage_reference(args[k]) for k in self._step.shared}
-        results = self._run("backward", args, placed)
+        results = self._run("backward", args, None if placed else heap)
         if again:
             self._note(RETAINED)
             return results
@@ -205,11 +210,15 @@ class CompiledGraph(GraphRuns):
         self._report(self.plan.static, self._passes["forward"].last, last)
         return results
 
-    def _run(self, name: str, args: list[Any], placed: bool) -> Any:
-        if self._heap is None:
-            self._heap = allocator.Arena(0, self._device)
-        arena = self._frame_arena.fit(self.plan.arena, self._device) if placed else self._heap
-        return self._passes[name].run(args, arena, placed=placed, budget=self.plan.budget)
+    def _lies_in(self, heap: allocator.Arena, saved: Any) -> None:
+        """A call's saved tensors lie in ``heap``, which is no other call's: what those free is none of its bytes."""
+        self._heaps = {k: row for k, row in self._heaps.items() if not row[0].expired()}
+        self._heaps[saved.data_ptr()] = compat.storage_reference(saved), heap
+
+    def _run(self, name: str, args: list[Any], heap: allocator.Arena | None) -> Any:
+        """Runs a pass outside of the arena, in ``heap``, or in the arena."""
+        arena = self._frame_arena.fit(self.plan.arena, self._device) if heap is None else heap
+        return self._passes[name].run(args, arena, placed=heap is None, budget=self.plan.budget)
 
 
 @dataclass(eq=False)
