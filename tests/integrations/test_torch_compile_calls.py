@@ -7,9 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from tightship.errors import Infeasible  # noqa: E402
-from tightship.integrations.torch_compile import compiled_session, measured_step  # noqa: E402
+from tightship.integrations.torch_compile import Fallback, compiled_session, measured_step  # noqa: E402
 
 WIDTH, ROWS, LAYERS = 32, 64, 4
 
@@ -149,6 +150,51 @@ def test_a_call_counts_until_what_it_made_is_gone():
     with pytest.raises(Infeasible, match="call 5 of it"):
         loss_of(model)
     del first_loss
+
+
+class Checkpointed(Model):
+    reentrant = False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def checkpointed(**options):
+    torch._dynamo.reset()
+    model = Checkpointed()
+    for block in model.blocks:
+        block.compile(backend="tightship", options={"seconds": 1, **options})
+    return model, model.blocks[0]
+
+
+@pytest.mark.parametrize("mode", ["exact", "compiled"])
+def test_what_checkpoints_drop_is_not_counted(mode):
+    """Of a layer in a checkpoint its result alone stays: budgets that only they can meet are met."""
+    kept, first = one_by_one("compile", budget="100%", mode=mode)
+    gradients(kept)
+    whole = compiled_session(first).ledger.limit
+    model, first = checkpointed(budget="100%", mode=mode)
+    found, expected = gradients(model), gradients(Checkpointed())
+    close = 0 if mode == "exact" else 1e-4
+    assert all(torch.allclose(a, b, rtol=close, atol=close) for a, b in zip(found, expected, strict=True))
+    limit = compiled_session(first).ledger.limit
+    assert limit < 0.9 * whole
+    memory = step(model, first)
+    assert memory.measured <= memory.planned + 2 * 64
+    assert memory.planned <= limit
+    tight, first = checkpointed(budget=memory.planned, mode=mode)
+    gradients(tight)
+    assert step(tight, first).planned <= memory.planned
+
+
+def test_a_checkpoint_that_is_reentrant_is_said_to_hide_calls(monkeypatch):
+    monkeypatch.setattr(Checkpointed, "reentrant", True)
+    model, _ = checkpointed(budget="100%")
+    with pytest.warns(Fallback, match="use_reentrant=True: other layers"):
+        found = gradients(model)
+    assert all(map(torch.equal, found, gradients(Checkpointed())))
 
 
 class Norm(nn.Module):

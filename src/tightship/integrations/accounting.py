@@ -37,7 +37,9 @@ class Entry:
     ``dynamic``: the most it needs beyond its inputs while it runs, ``forward`` while its forward pass does. ``rest``:
     what stays between its two passes. ``gradients``: what it hands out in the backward pass, ``results``: in the
     forward pass, if no other graph follows. ``unplanned_*`` are the same if everything was kept. ``beside``: earlier
-    graphs may be between their two passes meanwhile. ``place``: where it was planned."""
+    graphs may be between their two passes meanwhile. ``place``: where it was planned. ``handed``: what stays between
+    its passes where what it saves is not kept (`elsewhere`): its results. ``parameters``: gradients of those alone,
+    which other calls of it hand out."""
 
     static: int
     dynamic: int
@@ -49,6 +51,13 @@ class Entry:
     forward: int = 0
     beside: bool = True
     place: Place = (-1, 0)
+    handed: int = 0
+    parameters: int = 0
+
+    def elsewhere(self) -> Entry:
+        """The same under hooks that take over what is saved: a checkpoint's, which has it computed again, or those
+        that move it away."""
+        return replace(self, rest=self.handed, unplanned_rest=self.handed)
 
     @property
     def training(self) -> bool:
@@ -58,15 +67,18 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Calls of the same code that are to follow before the first backward pass: ``count`` of them, with ``static``
-    bytes of parameters and buffers that nobody has counted yet."""
+    bytes of parameters and buffers that nobody has counted yet. ``elsewhere``: what they save is not kept."""
 
     count: int = 0
     static: int = 0
+    elsewhere: bool = False
 
     def part(self, room: int, need: int, rest: int, gradients: int) -> tuple[int, int]:
         """Of ``room`` bytes for a graph and those ahead: the most for one of them, which needs ``need`` if it keeps
         everything, and how many of ``rest`` may stay between its passes. While the last of them runs, the others are
         between theirs; while the first does, the others have handed out their ``gradients``."""
+        if self.elsewhere:  # while one in between runs, some have done the one, and some the other
+            return max(room - self.count * max(rest, gradients), 0), rest
         most = max(min(need, room - self.count * gradients), 0)
         return most, min(max(room - most, 0) // max(self.count, 1), rest)
 
@@ -156,19 +168,29 @@ class Ledger:
         return sum(n for key, n in storages.items() if key not in self._storages)
 
     def begin(
-        self, entry: Entry, storages: Callable[[], Mapping[int, int]], *, backward: bool = False
+        self,
+        entry: Entry,
+        storages: Callable[[], Mapping[int, int]],
+        *,
+        backward: bool = False,
+        elsewhere: bool = False,
     ) -> Place:
-        """Takes note of which of a frame's graphs runs now, and of where; ``storages``: the identities and bytes of
-        what it is called with. Raises ``Infeasible`` where more is there than the budget has room for: calls that
-        nobody knew of when the graph was planned, or gradients that nobody counted."""
+        """Takes note of which of a frame's graphs runs now, and of where. ``storages``: the identities and bytes of
+        what it is called with; ``elsewhere``: what is saved is not kept. Raises ``Infeasible`` where more is there
+        than the budget has room for: calls that nobody knew of when the graph was planned, or gradients that nobody
+        counted."""
         place = self._ended(entry) if backward else self.place(entry.place[0])
-        if not any(entry is e for e in self._known.setdefault(place, [])):
+        known = any(entry is e for e in self._known.setdefault(place, []))
+        if not known:
             self._known[place].append(entry)
-            if place != entry.place:
-                self._again(place, entry, storages)
+        now = entry.elsewhere() if elsewhere else entry
+        if not known and place != entry.place:
+            self._again(place, now, storages)
         if place != entry.place:
-            entry = replace(entry, static=self.entries[place].static, place=place)
-        self._current[place] = entry
+            now = replace(now, static=self.entries[place].static, place=place, gradients=now.parameters)
+        if not backward or place not in self._current:
+            self._current[place] = now
+        entry = self._current[place]
         if self.step is not None and not self.accumulate:
             self._check_existing(place, entry, backward)
         return place
@@ -189,7 +211,7 @@ class Ledger:
         """A graph is called at another place than it was planned at."""
         known = self.entries.get(place)
         static = self.new_static(place, storages()) if known is None else known.static
-        entry = replace(entry, static=static, place=place)
+        entry = replace(entry, static=static, place=place, gradients=entry.parameters)
         self.available(
             place, static, entry.unplanned, training=entry.training, results=entry.results,
             gradients=entry.gradients,
@@ -285,11 +307,10 @@ class Ledger:
         beside = self.beside_earlier(place, training)
         own = Entry(static, 0, 0, gradients, unplanned, rest, results)
         limit = self._limit(place, self._peak(earlier, [own], shared, beside, training), shared, training)
-        if ahead.count:
-            shared += ahead.static
-            if self.budget.bytes is None and not self._settled:
-                peak = self._peak(earlier, [own] * (1 + ahead.count), shared, beside, training)
-                limit = max(limit, self.budget.resolve(peak, static=shared))
+        shared += ahead.static
+        if ahead.count and self.budget.bytes is None and not self._settled:
+            peak = self._peak(earlier, [own] * (1 + ahead.count), shared, beside, training)
+            limit = max(limit, self.budget.resolve(peak, static=shared))
         rests = sum(e.rest for e in earlier) if beside else 0
         return limit - shared - rests
 

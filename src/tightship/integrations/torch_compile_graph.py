@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
+
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.heap import faster_on_heap, plan_on_heap
 from tightship.execute.profile import profile
 from tightship.frontends.torch import (
+    compat_capture,
     compat_compile,
     compat_distributed,
     compat_dynamo,
@@ -53,6 +56,12 @@ CASTS = (
     "is used more than once under one autocast context: eager casts it once there and adds its gradients in the "
     "lower precision, here each use has a cast of its own and gradients are added in float32; leave the autocast "
     "context between calls for eager's bits"
+)
+
+
+_REENTRANT = (
+    "is compiled while a backward pass runs, by a checkpoint with use_reentrant=True: other layers that run it have "
+    "gradients and inputs that the budget does not count; give checkpoint use_reentrant=False"
 )
 
 
@@ -100,7 +109,7 @@ class Compilation:
             )
         ahead = self._ahead()
         options = replace(self.options, arena=self.options.arena and not ahead.count)
-        shares = Shares(session.ledger, self.place, self._storages_in, last, ahead)
+        shares = Shares(session.ledger, self.place, self._storages_in, last, ahead, self._passed_on())
         arena = session.arenas.setdefault(self.frame, FrameArena())
         later = session.ledger.resolved_before(self.place, training=True)
         try:
@@ -169,9 +178,10 @@ class Compilation:
 
         def forward(args: list[Any]) -> list[Any]:
             with planned.running():
-                place = ledger.begin(entry, lambda: self._given(args))
+                elsewhere = compat_capture.saving_hooks()
+                place = ledger.begin(entry, lambda: self._given(args), elsewhere=elsewhere)
                 results = planned.forward(args)
-                ledger.keeps(place, entry, planned.made(results))
+                ledger.keeps(place, entry, planned.made(results, saved=not elsewhere))
                 return results
 
         return self._function(forward)
@@ -259,12 +269,11 @@ class Compilation:
         training, need = joint.boundary is not None, everything.peak - graph.static_bytes
         later = ledger.resolved_before(self.place, training)
         ahead = self._ahead() if training else Ahead()
+        handed = _results(joint, graph)
         whole = _Whole(
-            -1 if joint.boundary is None else joint.boundary,
-            need,
-            _kept(joint, program),
-            self._gradients(joint, graph),
-        )
+            -1 if joint.boundary is None else joint.boundary, need,
+            handed if ahead.elsewhere else _kept(joint, program), *self._gradients(joint, graph),
+        )  # fmt: skip
 
         def entered(plan: Plan, *, current: bool = False) -> tuple[Plan, Cut]:
             where = cut(joint, program, plan)
@@ -273,11 +282,12 @@ class Compilation:
                 joint, program, plan, where, static, whole, last=last, accumulate=ledger.accumulate,
                 beside=ledger.beside_earlier(self.place, training), place=self.place,
             )  # fmt: skip
-            ledger.enter(self.place, self.entry, current=current)
+            entry = self.entry.elsewhere() if ahead.elsewhere else self.entry
+            ledger.enter(self.place, entry, current=current)
             return plan, where
 
         def free(current: bool, ahead: Ahead = Ahead()) -> int | None:  # noqa: B008
-            last = _results(joint, graph) if self.graph_break is None else 0
+            last = handed if self.graph_break is None else 0
             gradients = 0 if ledger.accumulate else whole.gradients
             return ledger.available(
                 self.place, static, need, training=training, current=current, results=last, gradients=gradients,
@@ -321,29 +331,41 @@ class Compilation:
                 rest += no.best_peak - most if most == limit else 0
         return None
 
-    def _gradients(self, joint: Joint, graph: Graph) -> int:
-        """Bytes of the gradients that the backward pass hands out and that stay: others are what an earlier graph's
-        backward pass begins with."""
+    def _gradients(self, joint: Joint, graph: Graph) -> tuple[int, int]:
+        """Bytes of the gradients that the backward pass hands out and that stay, others being what an earlier graph's
+        backward pass begins with; and of those of parameters among them."""
         given: list[Any] = [compat_dynamo.example_of(n) for n in self.placeholders]
         if len(given) != len(joint.backward):
             given = [None] * len(joint.backward)
-        stay = {
-            graph.values[r.value].storage
+        rows = [
+            (graph.values[r.value].storage, t)
             for r, t in zip(joint.backward, given, strict=True)
             if isinstance(r, Ref) and (t is None or t.is_leaf)
-        }
-        return sum(graph.storages[s].size for s in stay - graph.static)
+        ]
+        stay = {s for s, _ in rows} - graph.static
+        parameters = {s for s, t in rows if t is None or isinstance(t, torch.nn.Parameter)} & stay
+        return sum(graph.storages[s].size for s in stay), sum(graph.storages[s].size for s in parameters)
+
+    def _passed_on(self) -> int:
+        """Bytes of gradients that an earlier graph's backward pass begins with."""
+        given = map(compat_dynamo.example_of, self.placeholders)
+        passed = [t for t in given if t is not None and t.requires_grad and not t.is_leaf]
+        return sum(compat_distributed.storage_sizes(passed).values())
 
     def _ahead(self) -> Ahead:
         """The modules that are compiled one by one and are to run this code, too, before the first backward pass."""
+        if compat_compile.in_backward():
+            self.session.say(f"graph {self.name} {_REENTRANT}")
         modules = compat_dynamo.modules_alike()
         left = len(modules) - 1 - self.place[1]
         if left <= 0:
             return Ahead()
+        own = compat_distributed.storage_sizes(map(compat_dynamo.example_of, self.placeholders))
         theirs = compat_distributed.storage_sizes(
             t for m in modules for t in itertools.chain(m.parameters(), m.buffers())
         )
-        return Ahead(left, self.session.ledger.uncounted(theirs))
+        new = self.session.ledger.uncounted({k: n for k, n in theirs.items() if k not in own})
+        return Ahead(left, new, elsewhere=compat_capture.saving_hooks(traced=True))
 
     def _advised(self, no: Infeasible, later: bool, ahead: Ahead = Ahead()) -> Infeasible:  # noqa: B008
         """``no`` with what else of the budget is taken; ``later``: whether the budget was resolved before."""
@@ -362,7 +384,10 @@ class Compilation:
         Where nothing is found the plan keeps as little as it can, and what is said is said of what is called.
         """
         static = graph.static_bytes
-        gradients = 0 if self.session.ledger.accumulate else whole.gradients
+        gradients = 0 if self.session.ledger.accumulate else whole.parameters
+        if ahead.elsewhere:
+            most, _ = ahead.part(room, whole.need, whole.rest, gradients)
+            return self._plan_within(graph, static + most)
         tried = []
         for part in (1.0, 0.875, 0.75):
             peak, rest = ahead.part(room, int(whole.need * part), whole.rest, gradients)
@@ -450,12 +475,13 @@ class Compilation:
 @dataclass(frozen=True)
 class _Whole:
     """A graph that keeps everything: the most bytes it needs beyond its inputs, what stays between its passes, and
-    the gradients it hands out. ``boundary`` is the op between the passes."""
+    the gradients it hands out, in all and of ``parameters``. ``boundary`` is the op between the passes."""
 
     boundary: int
     need: int
     rest: int
     gradients: int
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -506,8 +532,10 @@ def _entry(
         rest=where.resident - graph.static_bytes,
         gradients=0 if accumulate else whole.gradients,
         unplanned=whole.need,
-        unplanned_rest=whole.rest,
+        unplanned_rest=_kept(joint, program),
         results=_results(joint, graph) if last else 0,
+        handed=_results(joint, graph),
+        parameters=0 if accumulate else whole.parameters,
         forward=where.peaks[0] - graph.static_bytes,
         beside=beside,
         place=place,

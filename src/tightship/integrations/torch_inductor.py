@@ -31,6 +31,7 @@ from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, Step
 from tightship.execute.kept_code import Choice, KeptCode
 from tightship.frontends.torch import (
     compat,
+    compat_capture,
     compat_compile,
     compat_distributed,
     compat_dynamo,
@@ -62,13 +63,15 @@ _NUMBERS: Final = (
 @dataclass
 class Shares:
     """A graph's part of the budget. ``storages``: the identities and bytes of the caller's tensors, of so many bytes
-    in all; ``last``: no other graph follows."""
+    in all; ``last``: no other graph follows; ``ahead``: calls of it that do; ``passed_on``: bytes of its gradients
+    that an earlier graph's backward pass begins with."""
 
     ledger: Ledger
     place: Place
     storages: Callable[[int], Mapping[int, int]]
     last: bool
     ahead: Ahead = Ahead()  # noqa: RUF009
+    passed_on: int = 0
     entry: Entry | None = None
     static: int = 0
 
@@ -96,17 +99,22 @@ class Shares:
         """The most bytes for a graph that takes ``u`` as Inductor has it; and, where calls of it are ahead, how many
         beyond its inputs may stay between its passes."""
         need, ledger = max(u.peaks) - u.static, self.ledger
+        rest = u.handed[0] if self.ahead.elsewhere else u.rest
         if not self.ahead.count or ledger.budget is None:
             return self.limit(u.static, need, u.handed[0], training=True), None
         self.static = ledger.new_static(self.place, self.storages(u.static))
-        gradients = 0 if ledger.accumulate else u.handed[-1]
+        gradients = self._stay(u.handed[-1])
         room = ledger.available(
             self.place, self.static, need, training=True, results=u.handed[0] if self.last else 0,
-            gradients=gradients, rest=u.rest, ahead=self.ahead,
+            gradients=gradients, rest=rest, ahead=self.ahead,
         )  # fmt: skip
         assert room is not None
-        most, rest = self.ahead.part(room, need, u.rest, gradients)
-        return u.static + most, rest
+        most, rest = self.ahead.part(room, need, rest, gradients)
+        return u.static + most, None if self.ahead.elsewhere else rest
+
+    def _stay(self, handed: int) -> int:
+        """Bytes of the gradients that stay, of those that are handed out."""
+        return 0 if self.ledger.accumulate else max(handed - self.passed_on, 0)
 
     def enter(self, replay: StepReplay, unplanned: StepReplay | Unplanned) -> None:
         """Takes note of what the graph takes. Raises ``Infeasible`` where other graphs are left too little."""
@@ -115,15 +123,18 @@ class Shares:
             static=self.static,
             dynamic=max(replay.peaks) - replay.static,
             rest=replay.rest if training else 0,
-            gradients=0 if self.ledger.accumulate else replay.handed[-1] if training else 0,
+            gradients=self._stay(replay.handed[-1]) if training else 0,
             unplanned=max(unplanned.peaks) - unplanned.static,
             unplanned_rest=unplanned.rest if training else 0,
             results=replay.handed[0] if self.last else 0,
             forward=replay.peaks[0] - replay.static,
             beside=self.ledger.beside_earlier(self.place, training),
             place=self.place,
+            handed=replay.handed[0],
+            parameters=self._stay(replay.handed[-1]) if training else 0,
         )
-        self.ledger.enter(self.place, self.entry)
+        elsewhere = training and self.ahead.elsewhere
+        self.ledger.enter(self.place, self.entry.elsewhere() if elsewhere else self.entry)
 
     def begin(self, args: Sequence[Any] | None) -> Place:
         """A pass begins: the forward pass (or the only one) with ``args``, or the backward pass."""
@@ -131,12 +142,16 @@ class Shares:
         if args is None:
             self.ledger.settle()
             return self.ledger.begin(self.entry, dict, backward=True)
-        return self.ledger.begin(self.entry, lambda: compat_distributed.storage_sizes(args))
+        elsewhere = compat_capture.saving_hooks()
+        return self.ledger.begin(
+            self.entry, lambda: compat_distributed.storage_sizes(args), elsewhere=elsewhere
+        )
 
-    def keeps(self, place: Place, saved: Sequence[Any]) -> None:
-        """The forward pass is over, which has made these tensors."""
+    def keeps(self, place: Place, handed: Sequence[Any], saved: Sequence[Any]) -> None:
+        """The forward pass is over, which has ``handed`` out these tensors and ``saved`` those."""
         assert self.entry is not None
-        given = [compat.storage_reference(t) for t in saved if isinstance(t, torch.Tensor)]
+        saved = () if compat_capture.saving_hooks() else saved
+        given = [compat.storage_reference(t) for t in saved or handed if isinstance(t, torch.Tensor)]
         self.ledger.keeps(place, self.entry, given)
 
 
@@ -176,7 +191,7 @@ class CompiledGraph(GraphRuns):
                 self._frame_arena.hold(self, inside)
             elif inside:
                 self._lies_in(heap, inside[0])
-            self.shares.keeps(place, [*list(results)[: len(results) - len(saved)], *inside])
+            self.shares.keeps(place, list(results)[: len(results) - len(saved)], inside)
         if "backward" not in self._passes:
             self._report(self.plan.static, self._passes["forward"].last)
         return results

@@ -407,15 +407,15 @@ class PlannedGraph(GraphRuns):
 
     # --- running ---
 
-    def made(self, results: Sequence[Any]) -> list[Any]:
+    def made(self, results: Sequence[Any], *, saved: bool) -> list[Any]:
         """References to what a forward pass made that a backward pass follows, which are ``expired()`` when it is
-        freed."""
+        freed: what is ``saved``, if it is kept, or what is handed out."""
         if self.backward_pass is None:
             return []
         first = len(results) - len(self.saved)
+        kept = [results[first + k] for k in self._made] if saved else []
         handed = [x for x in results[:first] if isinstance(x, torch.Tensor)]
-        saved = [results[first + k] for k in self._made]
-        return [compat.storage_reference(t) for t in (*handed, *saved)]
+        return [compat.storage_reference(t) for t in kept or handed]
 
     def forward(self, args: list[Any]) -> list[Any]:
         """The graph's outputs, then what is saved. Empties ``args``."""

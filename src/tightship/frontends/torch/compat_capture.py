@@ -149,9 +149,10 @@ def has_missed_data(error: RuntimeError) -> bool:
 _drawing_anew: ContextVar[bool] = ContextVar("in a checkpoint that draws anew", default=False)
 
 
-def saving_hooks() -> bool:
-    """Whether hooks for tensors that are saved for the backward pass are on (``saved_tensors_hooks``)."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+def saving_hooks(*, traced: bool = False) -> bool:
+    """Whether hooks for tensors that are saved for the backward pass are on (``saved_tensors_hooks``); ``traced``:
+    also while a graph is traced, in which they are not called."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(traced) is not None
 
 
 @contextmanager

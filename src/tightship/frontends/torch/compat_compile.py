@@ -124,6 +124,11 @@ def graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is running."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def graph_is_built() -> bool:
     """Whether the backward pass being run is to be differentiated again (``create_graph``), which AOTAutograd
     refuses only when that happens."""
