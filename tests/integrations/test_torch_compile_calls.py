@@ -105,6 +105,40 @@ def test_layers_are_known_that_will_run_the_same_code(how):
     assert memory.measured <= memory.planned + 2 * 64
 
 
+class Headed(Model):
+    """With a head that runs in eager: its gradients are there before those of any layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x):
+        return self.head(super().forward(x)).tanh()
+
+
+@pytest.mark.parametrize("budget", ["100%", "static+70%", "90%"])
+def test_with_an_optimizer_the_budget_is_of_the_whole_step(budget):
+    torch._dynamo.reset()
+    model = Headed()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for block in model.blocks:
+        block.compile(backend="tightship", options={"seconds": 1, "budget": budget, "optimizer": optimizer})
+    first = model.blocks[0]
+
+    def train():
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    with measured_step(first) as memory:
+        train()
+    ledger = compiled_session(first).ledger
+    assert memory.planned <= ledger.limit
+    outside = 4 * ROWS * 2 * WIDTH * 4  # the head's results and their gradients
+    assert memory.measured <= memory.planned + outside
+
+
 def test_calls_that_nobody_knew_of_are_counted():
     """A function that is compiled, in a loop: nothing says how often it is called."""
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)

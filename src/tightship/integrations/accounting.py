@@ -214,10 +214,10 @@ class Ledger:
         entry = replace(entry, static=static, place=place, gradients=entry.parameters)
         self.available(
             place, static, entry.unplanned, training=entry.training, results=entry.results,
-            gradients=entry.gradients,
+            gradients=entry.gradients, parameters=entry.parameters,
         )  # fmt: skip
         self._current[place] = entry
-        self.enter(place, entry, current=True)
+        self.enter(place, entry, current=True, follow=True)
 
     def _check_existing(self, place: Place, entry: Entry, backward: bool) -> None:
         assert self.step is not None
@@ -264,6 +264,7 @@ class Ledger:
         if not self._settled:
             self._settled = True
             rows = [self._current.get(p, e) for p, e in self.entries.items()]
+            self._check_step(rows[-1])
             self._check(rows)
 
     def binding(self, training: bool) -> bool:
@@ -290,29 +291,40 @@ class Ledger:
         current: bool = False,
         results: int = 0,
         gradients: int = 0,
+        parameters: int = 0,
         rest: int = 0,
         ahead: Ahead = Ahead(),
     ) -> int | None:
         """Bytes this graph may use beyond its static set; None without a budget.
 
-        ``static`` is what `new_static` said, ``unplanned`` the most the graph needs beyond its inputs if
-        everything is kept, ``rest`` what then stays between its passes, ``gradients`` what it hands out. Earlier
-        graphs take the most that any kind of theirs takes or, if ``current``, what those take that ran last. With
-        calls ``ahead``: bytes for this graph and them together.
+        ``static`` is what `new_static` said, ``unplanned`` the most the graph needs beyond its inputs if everything
+        is kept, ``rest`` what then stays between its passes, ``gradients`` what it hands out, of ``parameters`` among
+        them. Earlier graphs take the most that any kind of theirs takes or, if ``current``, what those take that ran
+        last. With calls ``ahead``: bytes for this graph and them together.
         """
         if self.budget is None:
             return None
         earlier = self._earlier(place, current)
         shared = static + sum(e.static for e in earlier)
         beside = self.beside_earlier(place, training)
-        own = Entry(static, 0, 0, gradients, unplanned, rest, results)
-        limit = self._limit(place, self._peak(earlier, [own], shared, beside, training), shared, training)
+        own = [Entry(static, 0, 0, gradients, unplanned, rest, results, parameters=parameters)]
+        limit = self._limit(place, self._peak(earlier, own, shared, beside, training), shared, training)
         shared += ahead.static
-        if ahead.count and self.budget.bytes is None and not self._settled:
-            peak = self._peak(earlier, [own] * (1 + ahead.count), shared, beside, training)
-            limit = max(limit, self.budget.resolve(peak, static=shared))
+        if ahead.count:
+            own *= 1 + ahead.count
+            if self.budget.bytes is None and not self._settled:
+                peak = self._peak(earlier, own, shared, beside, training)
+                limit = max(limit, self.budget.resolve(peak, static=shared))
         rests = sum(e.rest for e in earlier) if beside else 0
-        return limit - shared - rests
+        return limit - shared - rests - (self._others([*earlier, *own]) if training else 0)
+
+    def _others(self, rows: Sequence[Entry]) -> int:
+        """Bytes of gradients that a percentage counts as there while graphs run: of what runs outside of all of them,
+        such as the head of a model whose layers are compiled one by one."""
+        percent = self.budget is not None and self.budget.bytes is None
+        if self.step is None or self.accumulate or not percent:
+            return 0
+        return max(self.step.gradients - sum(e.parameters for e in rows), 0)
 
     def _peak(
         self, earlier: Sequence[Entry], more: Sequence[Entry], shared: int, beside: bool, training: bool
@@ -326,6 +338,7 @@ class Ledger:
             kept = kept if beside or k < len(earlier) else 0
             peak = max(peak, kept + e.unplanned + later)
             kept += e.unplanned_rest
+        peak += self._others(rows) if training else 0
         if training and self.step is not None:
             peak = max(peak, self._beside_static(max(e.results for e in rows)))
         return peak + shared
@@ -351,12 +364,13 @@ class Ledger:
         own = order.get(place, len(order))
         return any(order.get(c.place, own) < own for c in self._calls if c.waits())
 
-    def enter(self, place: Place, entry: Entry, *, current: bool = False) -> None:
-        """Takes note of what a graph takes. Raises ``Infeasible`` if the gradients it hands out leave an
-        earlier graph's backward pass too little."""
+    def enter(self, place: Place, entry: Entry, *, current: bool = False, follow: bool = False) -> None:
+        """Takes note of what a graph takes; ``follow``: others are known to, in the first step. Raises ``Infeasible``
+        if the gradients it hands out leave an earlier graph's backward pass too little."""
         before = self.entries.get(place)
         self.entries[place] = entry if before is None else _larger(before, entry)
-        self._check_step(entry)
+        if not follow or self._settled or self.budget is None or self.budget.bytes is not None:
+            self._check_step(entry)
         rows = [*self._earlier(place, current), entry] if current else list(self.entries.values())
         self._check(rows)
 

@@ -283,15 +283,16 @@ class Compilation:
                 beside=ledger.beside_earlier(self.place, training), place=self.place,
             )  # fmt: skip
             entry = self.entry.elsewhere() if ahead.elsewhere else self.entry
-            ledger.enter(self.place, entry, current=current)
+            follow = bool(ahead.count) or self.graph_break is not None
+            ledger.enter(self.place, entry, current=current, follow=follow)
             return plan, where
 
         def free(current: bool, ahead: Ahead = Ahead()) -> int | None:  # noqa: B008
             last = handed if self.graph_break is None else 0
-            gradients = 0 if ledger.accumulate else whole.gradients
+            stay = (0, 0) if ledger.accumulate else (whole.gradients, whole.parameters)
             return ledger.available(
-                self.place, static, need, training=training, current=current, results=last, gradients=gradients,
-                rest=whole.rest, ahead=ahead,
+                self.place, static, need, training=training, current=current, results=last, gradients=stay[0],
+                parameters=stay[1], rest=whole.rest, ahead=ahead,
             )  # fmt: skip
 
         try:

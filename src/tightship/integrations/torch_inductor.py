@@ -85,30 +85,27 @@ class Shares:
             self.ahead,
         )
 
-    def limit(self, static: int, need: int, results: int, *, training: bool) -> int | None:
-        """The most bytes for a graph of ``static`` bytes of inputs that needs ``need`` beyond them as Inductor has it
-        and hands out ``results``; None without a budget."""
+    def limit(self, static: int, need: int) -> int | None:
+        """The most bytes for a forward pass alone, of ``static`` bytes of inputs, that needs ``need`` beyond them;
+        None without a budget."""
         self.static = self.ledger.new_static(self.place, self.storages(static))
-        if not self.ledger.binding(training) and self.ledger.budget is not None:
+        if not self.ledger.binding(training=False) and self.ledger.budget is not None:
             return None
-        results = results if self.last else 0
-        free = self.ledger.available(self.place, self.static, need, training=training, results=results)
+        free = self.ledger.available(self.place, self.static, need, training=False)
         return None if free is None else max(static + free, 0)
 
     def training_limit(self, u: Unplanned) -> tuple[int | None, int | None]:
         """The most bytes for a graph that takes ``u`` as Inductor has it; and, where calls of it are ahead, how many
         beyond its inputs may stay between its passes."""
-        need, ledger = max(u.peaks) - u.static, self.ledger
+        self.static, ledger = self.ledger.new_static(self.place, self.storages(u.static)), self.ledger
+        need, gradients = max(u.peaks) - u.static, self._stay(u.handed[-1])
         rest = u.handed[0] if self.ahead.elsewhere else u.rest
-        if not self.ahead.count or ledger.budget is None:
-            return self.limit(u.static, need, u.handed[0], training=True), None
-        self.static = ledger.new_static(self.place, self.storages(u.static))
-        gradients = self._stay(u.handed[-1])
         room = ledger.available(
             self.place, self.static, need, training=True, results=u.handed[0] if self.last else 0,
-            gradients=gradients, rest=rest, ahead=self.ahead,
+            gradients=gradients, parameters=gradients, rest=rest, ahead=self.ahead,
         )  # fmt: skip
-        assert room is not None
+        if room is None or not self.ahead.count:
+            return None if room is None else max(u.static + room, 0), None
         most, rest = self.ahead.part(room, need, rest, gradients)
         return u.static + most, None if self.ahead.elsewhere else rest
 
@@ -134,7 +131,8 @@ class Shares:
             parameters=self._stay(replay.handed[-1]) if training else 0,
         )
         elsewhere = training and self.ahead.elsewhere
-        self.ledger.enter(self.place, self.entry.elsewhere() if elsewhere else self.entry)
+        follow = bool(self.ahead.count) or not self.last
+        self.ledger.enter(self.place, self.entry.elsewhere() if elsewhere else self.entry, follow=follow)
 
     def begin(self, args: Sequence[Any] | None) -> Place:
         """A pass begins: the forward pass (or the only one) with ``args``, or the backward pass."""
@@ -419,7 +417,7 @@ class _Compilation:
         for held in replay.run(lowered, [None] * len(lowered.inputs)):
             replay.hand_out(held)
         need = max(replay.peaks) - replay.static
-        budget = self.shares.limit(replay.static, need, replay.handed[0], training=False)
+        budget = self.shares.limit(replay.static, need)
         if budget is None and self.shares.ledger.budget is not None:
             self.graph.notes.append(NOT_HELD)
         plan = StepPlan(budget, replay.static, 0, 0, (), max(replay.peaks), source="Inductor")
