@@ -6,13 +6,12 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from tightship.errors import Infeasible, Unsupported
-from tightship.execute.heap import faster_on_heap, plan_on_heap
 from tightship.execute.profile import profile
 from tightship.frontends.torch import (
     compat_capture,
@@ -25,21 +24,17 @@ from tightship.frontends.torch import (
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph
-from tightship.integrations.accounting import Ahead, Entry, Ledger, Place
-from tightship.integrations.torch_inductor import CompiledGraph, Shares, compile_within
+from tightship.integrations.accounting import Ahead, Entry, Place
+from tightship.integrations.graph_plans import GraphPlans, Owner, Whole
+from tightship.integrations.torch_inductor import Shares, compile_within
 from tightship.integrations.torch_partition import (
     NOT_HELD,
-    CompileOptions,
     Cut,
     FrameArena,
     PlannedGraph,
     cut,
 )
 from tightship.plan import Plan
-from tightship.planners.default import Options as PlannerOptions
-from tightship.planners.default import plan as default_plan
-from tightship.planners.default import seconds_left
-from tightship.planners.hints import matches, parse_hints
 from tightship.simulate import baseline, replay
 from tightship.units import format_bytes
 
@@ -63,17 +58,6 @@ _REENTRANT = (
     "is compiled while a backward pass runs, by a checkpoint with use_reentrant=True: other layers that run it have "
     "gradients and inputs that the budget does not count; give checkpoint use_reentrant=False"
 )
-
-
-class Owner(Protocol):
-    """What is used of everything that is planned under one call of torch.compile (`torch_compile.Session`)."""
-
-    options: CompileOptions
-    ledger: Ledger
-    graphs: list[PlannedGraph | CompiledGraph]
-    arenas: dict[int, FrameArena]
-
-    def say(self, text: str) -> None: ...
 
 
 class Compilation:
@@ -270,7 +254,8 @@ class Compilation:
         later = ledger.resolved_before(self.place, training)
         ahead = self._ahead() if training else Ahead()
         handed = _results(joint, graph)
-        whole = _Whole(
+        plans = GraphPlans(self.session, self.place, self.graph_break is not None, self.began)
+        whole = Whole(
             -1 if joint.boundary is None else joint.boundary, need,
             handed if ahead.elsewhere else _kept(joint, program), *self._gradients(joint, graph),
         )  # fmt: skip
@@ -298,39 +283,23 @@ class Compilation:
         try:
             room = free(False, ahead)
             if ahead.count and room is not None:
-                return entered(self._plan_repeated(graph, room, whole, ahead))
-            plan = self._plan(graph, room, training)
-            return entered(self._resting(graph, plan, cut(joint, program, plan), static, whole))
+                return entered(plans.repeated(graph, room, whole, ahead))
+            plan = plans.halved(graph, room, training)
+            return entered(plans.resting(graph, plan, cut(joint, program, plan), static, whole))
         except Infeasible as no:
             if not ledger.binding(training):
-                plan = self._plan_within(graph, None)
+                plan = plans.within(graph, None)
                 return entered(replace(plan, notes=(*plan.notes, NOT_HELD)))
             rest = None if ahead.count else free(True)
             if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
-                return entered(self._plan_within(graph, graph.static_bytes + rest), current=True)
+                return entered(plans.within(graph, graph.static_bytes + rest), current=True)
             if (
                 training
                 and not later
-                and (found := self._deferred(graph, static, whole, no.best_peak)) is not None
+                and (found := plans.deferred(graph, static, whole, no.best_peak)) is not None
             ):
                 return entered(found)
             raise self._advised(no, later, ahead) from None
-
-    def _deferred(self, graph: Graph, static: int, whole: _Whole, least: int) -> Plan | None:
-        """A plan where a percentage of the graphs so far is too little for this one, and others may follow, which
-        leaves no more between its passes than its part, within ``least`` bytes if there is one: whether all meet the
-        percentage is known, and said, when the first backward pass begins."""
-        ledger = self.session.ledger
-        rest = ledger.share_of(self.place, static, whole.rest)
-        if rest is None or (self.graph_break is None and not ledger.shared(self.place)):
-            return None
-        limit = graph.static_bytes + whole.need
-        for most in (least, limit, limit):
-            try:
-                return self._plan_within(graph, most, _Held(whole.boundary, rest))
-            except Infeasible as no:
-                rest += no.best_peak - most if most == limit else 0
-        return None
 
     def _gradients(self, joint: Joint, graph: Graph) -> tuple[int, int]:
         """Bytes of the gradients that the backward pass hands out and that stay, others being what an earlier graph's
@@ -378,131 +347,6 @@ class Compilation:
         more = [text for text in texts if text]
         return no.with_advice((*no.advice, *more)) if more else no
 
-    def _plan_repeated(self, graph: Graph, room: int, whole: _Whole, ahead: Ahead) -> Plan:
-        """One plan for this call and those ``ahead``, which have ``room`` bytes beyond their inputs together.
-
-        The last of them may have what a call needs that keeps everything, or less, so that the others may keep more.
-        Where nothing is found the plan keeps as little as it can, and what is said is said of what is called.
-        """
-        static = graph.static_bytes
-        gradients = 0 if self.session.ledger.accumulate else whole.parameters
-        if ahead.elsewhere:
-            most, _ = ahead.part(room, whole.need, whole.rest, gradients)
-            return self._plan_within(graph, static + most)
-        tried = []
-        for part in (1.0, 0.875, 0.75):
-            peak, rest = ahead.part(room, int(whole.need * part), whole.rest, gradients)
-            try:
-                return self._plan_within(graph, static + peak, _Held(whole.boundary, rest))
-            except Infeasible as no:
-                tried.append((rest + no.best_peak - static - peak, peak))
-        rest, peak = tried[0]
-        try:
-            return self._plan_within(graph, static + peak, _Held(whole.boundary, rest))
-        except Infeasible:
-            return self._plan_within(graph, static + peak)
-
-    def _resting(self, graph: Graph, plan: Plan, where: Cut, static: int, whole: _Whole) -> Plan:
-        """``plan``; or, where others follow that share a percentage and less would be left of it than if everything
-        was kept, one that keeps less between its passes."""
-        if self.graph_break is None or whole.boundary < 0 or plan.budget is None:
-            return plan
-        rest = self.session.ledger.share_of(self.place, static, whole.rest)
-        if rest is None or where.resident - graph.static_bytes <= rest:
-            return plan
-        try:
-            return self._plan_within(graph, plan.budget, _Held(whole.boundary, rest))
-        except Infeasible:
-            return plan
-
-    def _plan(self, graph: Graph, free: int | None, training: bool) -> Plan:
-        """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and
-        nobody knows yet what they need: at most half of that or, if that is too little, about the least
-        possible."""
-        if free is None:
-            return self._plan_within(graph, None)
-        whole = max(graph.static_bytes + free, 0)
-        budget, ledger = self.session.ledger.budget, self.session.ledger
-        known = budget is not None and budget.bytes is not None
-        if self.graph_break is not None and (known or ledger.resolved_before(self.place, training)):
-            limit = graph.static_bytes + max(free, 0) // 2
-            for _ in range(2):
-                try:
-                    return self._plan_within(graph, limit)
-                except Infeasible as error:
-                    limit = error.best_peak
-                if limit >= whole:
-                    break
-        return self._plan_within(graph, whole)
-
-    def _plan_within(self, graph: Graph, limit: int | None, held: _Held | None = None) -> Plan:
-        """With an arena, unless one (and results beside it) needs more than the budget although the peak
-        does not, or, on the CPU, only fits with more recomputation. No arena where what stays between the passes is
-        ``held``: another call's would lie there."""
-        options, notes = self._planner_options_here(graph)
-        arena = self.options.arena and held is None
-
-        def now(place: bool) -> PlannerOptions:
-            # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
-            left = seconds_left(options.seconds, time.perf_counter() - self.began)
-            return replace(options, reuse=False, seconds=left, place=place)
-
-        if held is not None and limit is not None:
-            plan = held.plan(graph, limit, now(False))
-            return replace(plan, notes=(*plan.notes, *notes))
-        try:
-            plan = default_plan(graph, limit, now(arena))
-        except Infeasible as error:
-            if error.impossible or not arena:
-                raise
-            plan = plan_on_heap(graph, limit, now(False))
-        else:
-            if limit is not None:
-                plan = faster_on_heap(graph, limit, plan, lambda: default_plan(graph, limit, now(False)))
-        return replace(plan, notes=(*plan.notes, *notes))
-
-    def _planner_options_here(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
-        """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
-        options = self.options.planner
-        if self.graph_break is None and not self.session.graphs:
-            return options, ()
-        here = {h: matches(graph, h[0]) for h in parse_hints(options.hints)}
-        notes = tuple(
-            f"no module of this graph is meant by the hint {a}={b}" for (a, b), yes in here.items() if not yes
-        )
-        return replace(options, hints=",".join(f"{a}={b}" for (a, b), yes in here.items() if yes)), notes
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """A graph that keeps everything: the most bytes it needs beyond its inputs, what stays between its passes, and
-    the gradients it hands out, in all and of ``parameters``. ``boundary`` is the op between the passes."""
-
-    boundary: int
-    need: int
-    rest: int
-    gradients: int
-    parameters: int
-
-
-@dataclass(frozen=True)
-class _Held:
-    """At most ``rest`` bytes beyond the inputs stay at ``boundary``, the op between the passes."""
-
-    boundary: int
-    rest: int
-
-    def plan(self, graph: Graph, limit: int, options: PlannerOptions) -> Plan:
-        """A plan within ``limit`` bytes."""
-        held = graph.holding(self.boundary, limit, self.rest)
-        plan = default_plan(held, limit, options)
-        taken = held.ops[self.boundary].workspace - graph.ops[self.boundary].workspace
-        if not taken:
-            return plan
-        line, before = replay(graph, plan.steps), replay(graph, baseline(graph))
-        bound = max(plan.lower_bound - taken, graph.static_bytes)
-        return replace(plan, peak=line.peak, peak_before=before.peak, lower_bound=bound)
-
 
 def _kept(joint: Joint, program: Program) -> int:
     """Bytes beyond the inputs that stay between the passes if everything is kept."""
@@ -519,7 +363,7 @@ def _entry(
     plan: Plan,
     where: Cut,
     static: int,
-    whole: _Whole,
+    whole: Whole,
     *,
     last: bool,
     accumulate: bool,

@@ -1,0 +1,185 @@
+"""Plans of one graph that torch.compile gives the backend, within its part of a budget that others share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tightship.errors import Infeasible
+from tightship.execute.heap import faster_on_heap, plan_on_heap
+from tightship.graph import Graph
+from tightship.integrations.accounting import Ahead, Ledger, Place
+from tightship.integrations.torch_inductor import CompiledGraph
+from tightship.integrations.torch_partition import CompileOptions, Cut, FrameArena, PlannedGraph
+from tightship.plan import Plan
+from tightship.planners.default import Options as PlannerOptions
+from tightship.planners.default import plan as default_plan
+from tightship.planners.default import seconds_left
+from tightship.planners.hints import matches, parse_hints
+from tightship.simulate import baseline, replay
+
+__all__ = ["GraphPlans", "Owner", "Whole"]
+
+
+class Owner(Protocol):
+    """What is used of everything that is planned under one call of torch.compile (`torch_compile.Session`)."""
+
+    options: CompileOptions
+    ledger: Ledger
+    graphs: list[PlannedGraph | CompiledGraph]
+    arenas: dict[int, FrameArena]
+
+    def say(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A graph that keeps everything: the most bytes it needs beyond its inputs, what stays between its passes, and
+    the gradients it hands out, in all and of ``parameters``. ``boundary`` is the op between the passes."""
+
+    boundary: int
+    need: int
+    rest: int
+    gradients: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    """At most ``rest`` bytes beyond the inputs stay at ``boundary``, the op between the passes."""
+
+    boundary: int
+    rest: int
+
+    def plan(self, graph: Graph, limit: int, options: PlannerOptions) -> Plan:
+        """A plan within ``limit`` bytes."""
+        held = graph.holding(self.boundary, limit, self.rest)
+        plan = default_plan(held, limit, options)
+        taken = held.ops[self.boundary].workspace - graph.ops[self.boundary].workspace
+        if not taken:
+            return plan
+        line, before = replay(graph, plan.steps), replay(graph, baseline(graph))
+        bound = max(plan.lower_bound - taken, graph.static_bytes)
+        return replace(plan, peak=line.peak, peak_before=before.peak, lower_bound=bound)
+
+
+@dataclass(frozen=True)
+class GraphPlans:
+    """Plans of a graph that is called at ``place``; ``breaks``: a graph break follows, so that other graphs do, and
+    ``began`` is when planning it did, by ``time.perf_counter``."""
+
+    session: Owner
+    place: Place
+    breaks: bool
+    began: float
+
+    def repeated(self, graph: Graph, room: int, whole: Whole, ahead: Ahead) -> Plan:
+        """One plan for this call and those ``ahead``, which have ``room`` bytes beyond their inputs together.
+
+        The last of them may have what a call needs that keeps everything, or less, so that the others may keep more.
+        Where nothing is found the plan keeps as little as it can, and what is said is said of what is called.
+        """
+        static = graph.static_bytes
+        gradients = 0 if self.session.ledger.accumulate else whole.parameters
+        if ahead.elsewhere:
+            most, _ = ahead.part(room, whole.need, whole.rest, gradients)
+            return self.within(graph, static + most)
+        tried = []
+        for part in (1.0, 0.875, 0.75):
+            peak, rest = ahead.part(room, int(whole.need * part), whole.rest, gradients)
+            try:
+                return self.within(graph, static + peak, _Held(whole.boundary, rest))
+            except Infeasible as no:
+                tried.append((rest + no.best_peak - static - peak, peak))
+        rest, peak = tried[0]
+        try:
+            return self.within(graph, static + peak, _Held(whole.boundary, rest))
+        except Infeasible:
+            return self.within(graph, static + peak)
+
+    def resting(self, graph: Graph, plan: Plan, where: Cut, static: int, whole: Whole) -> Plan:
+        """``plan``; or, where others follow that share a percentage and less would be left of it than if everything
+        was kept, one that keeps less between its passes."""
+        if not self.breaks or whole.boundary < 0 or plan.budget is None:
+            return plan
+        rest = self.session.ledger.share_of(self.place, static, whole.rest)
+        if rest is None or where.resident - graph.static_bytes <= rest:
+            return plan
+        try:
+            return self.within(graph, plan.budget, _Held(whole.boundary, rest))
+        except Infeasible:
+            return plan
+
+    def halved(self, graph: Graph, free: int | None, training: bool) -> Plan:
+        """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and
+        nobody knows yet what they need: at most half of that or, if that is too little, about the least
+        possible."""
+        if free is None:
+            return self.within(graph, None)
+        whole = max(graph.static_bytes + free, 0)
+        budget, ledger = self.session.ledger.budget, self.session.ledger
+        known = budget is not None and budget.bytes is not None
+        if self.breaks and (known or ledger.resolved_before(self.place, training)):
+            limit = graph.static_bytes + max(free, 0) // 2
+            for _ in range(2):
+                try:
+                    return self.within(graph, limit)
+                except Infeasible as error:
+                    limit = error.best_peak
+                if limit >= whole:
+                    break
+        return self.within(graph, whole)
+
+    def within(self, graph: Graph, limit: int | None, held: _Held | None = None) -> Plan:
+        """With an arena, unless one (and results beside it) needs more than the budget although the peak
+        does not, or, on the CPU, only fits with more recomputation. No arena where what stays between the passes is
+        ``held``: another call's would lie there."""
+        options, notes = self._options(graph)
+        arena = self.session.options.arena and held is None
+
+        def now(place: bool) -> PlannerOptions:
+            # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
+            left = seconds_left(options.seconds, time.perf_counter() - self.began)
+            return replace(options, reuse=False, seconds=left, place=place)
+
+        if held is not None and limit is not None:
+            plan = held.plan(graph, limit, now(False))
+            return replace(plan, notes=(*plan.notes, *notes))
+        try:
+            plan = default_plan(graph, limit, now(arena))
+        except Infeasible as error:
+            if error.impossible or not arena:
+                raise
+            plan = plan_on_heap(graph, limit, now(False))
+        else:
+            if limit is not None:
+                plan = faster_on_heap(graph, limit, plan, lambda: default_plan(graph, limit, now(False)))
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _options(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
+        """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
+        options = self.session.options.planner
+        if not self.breaks and not self.session.graphs:
+            return options, ()
+        here = {h: matches(graph, h[0]) for h in parse_hints(options.hints)}
+        notes = tuple(
+            f"no module of this graph is meant by the hint {a}={b}" for (a, b), yes in here.items() if not yes
+        )
+        return replace(options, hints=",".join(f"{a}={b}" for (a, b), yes in here.items() if yes)), notes
+
+    def deferred(self, graph: Graph, static: int, whole: Whole, least: int) -> Plan | None:
+        """A plan where a percentage of the graphs so far is too little for this one, and others may follow, which
+        leaves no more between its passes than its part, within ``least`` bytes if there is one: whether all meet the
+        percentage is known, and said, when the first backward pass begins."""
+        ledger = self.session.ledger
+        rest = ledger.share_of(self.place, static, whole.rest)
+        if rest is None or (not self.breaks and not ledger.shared(self.place)):
+            return None
+        limit = graph.static_bytes + whole.need
+        for most in (least, limit, limit):
+            try:
+                return self.within(graph, most, _Held(whole.boundary, rest))
+            except Infeasible as no:
+                rest += no.best_peak - most if most == limit else 0
+        return None
