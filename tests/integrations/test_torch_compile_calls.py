@@ -166,6 +166,8 @@ def test_calls_that_nobody_knew_of_are_counted():
     ) as caught:
         run({**options, "budget": bytes_of_six * 3 // 4}, 6)
     assert caught.value.best_peak > bytes_of_six * 3 // 4
+    told = run({**options, "budget": bytes_of_six * 3 // 4, "calls": 6}, 6)
+    assert max(e.rest for e in compiled_session(told).ledger.entries.values()) < 3 * ROWS * WIDTH * 4
 
 
 def test_a_call_counts_until_what_it_made_is_gone():

@@ -114,7 +114,7 @@ _ACCUMULATE: Final = (
 
 _CALLED_AGAIN: Final = (
     "the same code runs several times before the first backward pass, which was not known when it was planned: "
-    "compile the model that calls it instead, or the modules that run it one by one with module.compile(…)"
+    "compile the model that calls it instead, or say how often in the options (calls=…)"
 )
 
 

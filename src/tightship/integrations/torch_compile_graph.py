@@ -323,11 +323,12 @@ class Compilation:
         return sum(compat_distributed.storage_sizes(passed).values())
 
     def _ahead(self) -> Ahead:
-        """The modules that are compiled one by one and are to run this code, too, before the first backward pass."""
+        """What is to run this code, too, before the first backward pass: modules that are compiled one by one, and as
+        many calls as the caller says."""
         if compat_compile.in_backward():
             self.session.say(f"graph {self.name} {_REENTRANT}")
         modules = compat_dynamo.modules_alike()
-        left = len(modules) - 1 - self.place[1]
+        left = max(len(modules), self.options.calls) - 1 - self.place[1]
         if left <= 0:
             return Ahead()
         own = compat_distributed.storage_sizes(map(compat_dynamo.example_of, self.placeholders))

@@ -84,6 +84,11 @@ class CompileOptions:
     accumulate: bool = option(
         False, "with optimizer, gradients stay from one backward pass to the next: all are counted in each"
     )
+    calls: int = option(
+        1,
+        "how often a graph's code runs before the first backward pass; layers compiled one by one are counted "
+        "without it",
+    )
     cache: Any = option("default", "folder in which measurements are kept, None for none")  # noqa: RUF009
     seconds_per_op: float = option(0.01, "seconds for which one op is repeated to measure its time")
     planner: PlannerOptions = field(default_factory=lambda: PlannerOptions(redraw=False))
@@ -107,6 +112,7 @@ class BackendOptions(PlanOptions, total=False):
     seconds_per_op: float
     optimizer: Any
     accumulate: bool
+    calls: int
 
 
 def read_options(given: Mapping[str, Any]) -> CompileOptions:
