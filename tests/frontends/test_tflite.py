@@ -226,6 +226,18 @@ def test_what_is_not_an_order_is_not_written(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("allowed", "said"), [("split", "allow=split for int8"), ("stream", "stream in training")]
+)
+@pytest.mark.parametrize("command", ["plan", "frontier"])
+def test_slices_and_streams_are_refused(
+    allowed: str, said: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = ["--budget", "95%"] if command == "plan" else []
+    assert main([command, str(DATA / "int8.tflite"), *budget, "--allow", f"recompute,{allowed}"]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_hostile_files_are_refused_and_never_crash(tmp_path: Path) -> None:
     path = tmp_path / "hostile.tflite"
     for data in (
