@@ -1,9 +1,9 @@
 """What TensorFlow's ``Einsum`` needs beside its result: copies of operands and of the product.
 
 Operands are copied whose dimensions are not in the order in which matrices are multiplied: those of the batch, free
-ones, contracted ones (the last two the other way round will do). So is the product, where the result has its dimensions
-in another order. As the CPU's kernel has it (tensorflow/core/kernels/linalg/einsum_op_impl.h); equations with an
-ellipsis, or with a label twice in one operand, are not looked at.
+ones, contracted ones (the last two the other way round will do). So is the product, where the result has its
+dimensions in another order. As the kernel of the CPU has it (tensorflow/core/kernels/linalg/einsum_op_impl.h);
+equations with an ellipsis, or with a label twice in one operand, are not looked at.
 """
 
 from __future__ import annotations
