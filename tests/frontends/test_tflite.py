@@ -251,7 +251,7 @@ def test_hostile_files_are_refused_and_never_crash(tmp_path: Path) -> None:
         with pytest.raises(BadInput):
             read(path)
     rng, refused = random.Random(0), 0
-    for name in MODELS:
+    for name in MODELS[:4]:
         whole = (DATA / f"{name}.tflite").read_bytes()
         for trial in range(300):
             data = bytearray(whole)
