@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import random
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,15 +18,16 @@ import pytest
 import tightship
 from tightship import api, sources
 from tightship.cli import main
-from tightship.errors import BadInput, TightshipError, Unsupported
+from tightship.errors import BadInput, TightshipError
 from tightship.frontends.tflite import Reader, lower, read
 from tightship.graph import aligned
 from tightship.integrations.tflite_write import METADATA, arena_problem, planned_model
 
 DATA = Path(__file__).parent.parent / "data" / "tflite"
 """Models as TensorFlow 2.21 converts them: three branches of convolutions, in float32 and in int8, and a loop with a
-branch behind it; three dense layers whose weights are of half precision."""
-MODELS = ("branchy", "half", "int8", "loop")
+branch behind it; three dense layers whose weights are of half precision; two signatures; a U-Net in int8 with
+transposed convolutions; a variable that is assigned, and a branch that reads it."""
+MODELS = ("branchy", "half", "int8", "loop", "signatures", "transposed", "variable")
 
 
 def test_a_file_is_read_as_it_is() -> None:
@@ -119,7 +121,7 @@ def test_a_written_file_has_every_operator_once_in_the_plans_order(name: str, tm
     plan = api.plan(program.graph).plan
     assert plan.peak <= api.plan_named(program.graph, "keep").plan.peak
     path = tmp_path / "planned.tflite"
-    path.write_bytes(planned_model(program, plan))
+    path.write_bytes(planned_model(program, plan)[0])
     again = lower(read(path))
     assert [o.name for o in again.graph.ops] == [
         program.graph.ops[s.op].name for s in plan.steps if s.kind == "compute"
@@ -150,7 +152,7 @@ def test_offsets_are_written_as_the_micro_runtime_reads_them(name: str, tmp_path
             apart = placed[t] + a.size <= placed[u] or placed[u] + b.size <= placed[t]
             assert t == u or apart or a.upper <= b.lower or b.upper <= a.lower
     twice = lower(read(path))  # written once more, there is one such entry
-    again = planned_model(twice, api.plan(twice.graph).plan, offsets=True)
+    again, _ = planned_model(twice, api.plan(twice.graph).plan, offsets=True)
     assert again.count(METADATA.encode()) == 2 and len(Reader(again, "x").table(0).tables(6)) == len(
         root.tables(6)
     )
@@ -161,10 +163,36 @@ def test_litert_runs_what_is_written_to_the_same_bits(name: str, tmp_path: Path)
     if importlib.util.find_spec("ai_edge_litert") is None:
         pytest.skip("LiteRT is not installed (pip install ai-edge-litert)")
     path = tmp_path / "planned.tflite"
-    more = [] if name == "loop" else ["--offline-plan"]
-    assert main(["plan", str(DATA / f"{name}.tflite"), "--write", str(path), *more, "--json"]) == 0
+    assert main(["plan", str(DATA / f"{name}.tflite"), "--write", str(path), "--offline-plan", "--json"]) == 0
     before, after = _run(DATA / f"{name}.tflite"), _run(path)
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", [m for m in MODELS if m not in ("half", "variable")]
+)  # it has no kernels for these
+def test_the_micro_runtime_takes_the_offsets(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Same bits, and an arena that is not larger, also where kernels ask for scratch and subgraphs are called."""
+    if importlib.util.find_spec("tflite_micro") is None:
+        pytest.skip("TensorFlow Lite Micro is not installed (pip install tflite-micro)")
+    from tflite_micro import runtime
+
+    path, arenas, results = tmp_path / "planned.tflite", [], []
+    assert main(["plan", str(DATA / f"{name}.tflite"), "--write", str(path), "--offline-plan", "--json"]) == 0
+    for file in (DATA / f"{name}.tflite", path):
+        capfd.readouterr()
+        interpreter = runtime.Interpreter.from_file(str(file), arena_size=1 << 22)
+        interpreter.print_allocations()
+        arenas.append(int(re.findall(r"Arena allocation head (\d+)", "".join(capfd.readouterr()))[0]))
+        given = interpreter.get_input_details(0)
+        rng = np.random.default_rng(0)
+        interpreter.set_input((40 * rng.standard_normal(given["shape"])).astype(given["dtype"]), 0)
+        interpreter.invoke()
+        results.append(interpreter.get_output(0))
+    assert arenas[1] <= arenas[0]
+    assert np.array_equal(*results)
 
 
 def _run(path: Path) -> list[Any]:
@@ -188,10 +216,7 @@ def test_a_budget_that_cannot_be_met_is_said(path: Path, capsys: pytest.CaptureF
 
 
 def test_what_is_not_an_order_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program = sources.read_tflite(DATA / "loop.tflite")
-    plan = api.plan(program.graph).plan
-    with pytest.raises(Unsupported, match="offsets are written for one"):
-        planned_model(program, plan, offsets=True)
+    plan = api.plan(sources.read_tflite(DATA / "loop.tflite").graph).plan
     other = sources.read_tflite(DATA / "branchy.tflite")
     with pytest.raises(BadInput, match="another graph"):
         planned_model(other, plan)
@@ -199,6 +224,18 @@ def test_what_is_not_an_order_is_not_written(tmp_path: Path, capsys: pytest.Capt
     assert "--offline-plan requires" in capsys.readouterr().err
     assert main(["explain", str(DATA / "loop.tflite"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "said"), [("split", "allow=split for int8"), ("stream", "stream in training")]
+)
+@pytest.mark.parametrize("command", ["plan", "frontier"])
+def test_slices_and_streams_are_refused(
+    allowed: str, said: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = ["--budget", "95%"] if command == "plan" else []
+    assert main([command, str(DATA / "int8.tflite"), *budget, "--allow", f"recompute,{allowed}"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_hostile_files_are_refused_and_never_crash(tmp_path: Path) -> None:
@@ -214,7 +251,7 @@ def test_hostile_files_are_refused_and_never_crash(tmp_path: Path) -> None:
         with pytest.raises(BadInput):
             read(path)
     rng, refused = random.Random(0), 0
-    for name in MODELS:
+    for name in MODELS[:4]:
         whole = (DATA / f"{name}.tflite").read_bytes()
         for trial in range(300):
             data = bytearray(whole)
@@ -269,8 +306,8 @@ def test_sizes_that_are_too_large_are_refused(tmp_path: Path) -> None:
 
 
 def _file(codes: list[int], subgraphs: list[tuple[list[Any], list[int], list[int], list[Any]]]) -> bytes:
-    """A file of subgraphs: tensors (shape, signature), inputs, results, and operators (number of the code, inputs,
-    results, subgraphs that are called), written as the schema has them."""
+    """A file of subgraphs: tensors (shape, signature, and a type if it is not float32), inputs, results, and
+    operators (number of the code, inputs, results, subgraphs that are called), written as the schema has them."""
     b = pytest.importorskip("flatbuffers").Builder(0)
 
     def numbers(row: Sequence[int]) -> int:
@@ -285,8 +322,12 @@ def _file(codes: list[int], subgraphs: list[tuple[list[Any], list[int], list[int
             b.PrependUOffsetTRelative(n)
         return int(b.EndVector())
 
-    def table(fields: dict[int, int], numbers_at: dict[int, int] | None = None) -> int:
+    def table(
+        fields: dict[int, int], numbers_at: dict[int, int] | None = None, kind: Sequence[int] = ()
+    ) -> int:
         b.StartObject(14)
+        for n in kind:
+            b.PrependInt8Slot(1, n, 0)
         for slot, offset in fields.items():
             b.PrependUOffsetTRelativeSlot(slot, offset, 0)
         for slot, n in (numbers_at or {}).items():
@@ -301,8 +342,8 @@ def _file(codes: list[int], subgraphs: list[tuple[list[Any], list[int], list[int
     made = []
     for tensors, inputs, outputs, operators in subgraphs:
         rows = [
-            table({0: numbers(shape), 3: b.CreateString(f"t{k}"), 7: numbers(signature)})
-            for k, (shape, signature) in enumerate(tensors)
+            table({0: numbers(shape), 3: b.CreateString(f"t{k}"), 7: numbers(signature)}, kind=kind)
+            for k, (shape, signature, *kind) in enumerate(tensors)
         ]
         ops = []
         for code, ins, outs, calls in operators:
@@ -344,14 +385,96 @@ def test_sizes_that_the_file_leaves_open_are_said(tmp_path: Path) -> None:
         assert bool(notes) == (signature[0] < 0)
 
 
-def test_results_whose_sizes_follow_from_data_are_said_and_have_no_offsets(tmp_path: Path) -> None:
-    """As of UNIQUE: the file says 1, or 0, where a run makes what it finds."""
+def test_results_whose_sizes_follow_from_data_are_said(tmp_path: Path) -> None:
+    """As of UNIQUE: the file says 1, or 0, where a run makes what it finds; the micro runtime takes what it says."""
     path, tensors = tmp_path / "data.tflite", [([8], []), ([1], [-1]), ([1], [-1])]
     path.write_bytes(_file([104], [(tensors, [0], [2], [(0, [0], [1], []), (0, [1], [2], [])])]))
     (note,) = tightship.plan(path).plan.notes
     assert "'t1' [-1] as [1], which follow from data" in note
+    assert _offsets(path, tmp_path) == [0, 32, 0]
+
+
+def _offsets(path: Path, folder: Path) -> list[int]:
+    """The numbers of tensors in the offline plan that is written for a file."""
     program = lower(read(path))
-    plan = tightship.plan(program.graph).plan
-    with pytest.raises(Unsupported, match="the size of 't1' follows from data"):
-        planned_model(program, plan, offsets=True)
-    assert planned_model(program, plan, offsets=False)
+    out = folder / "offsets.tflite"
+    out.write_bytes(planned_model(program, tightship.plan(program.graph).plan, offsets=True)[0])
+    root = Reader(out.read_bytes(), "x").table(0)
+    [entry] = [t for t in root.tables(6) if t.text(0) == METADATA]
+    at, count = root.tables(4)[entry.number(1, "<I")].vector(0, 1)
+    _, subgraph, tensors, *numbers = struct.unpack(f"<{count // 4}i", out.read_bytes()[at : at + count])
+    assert subgraph == 0 and tensors == len(numbers) == sum(len(g.tensors) for g in program.model.subgraphs)
+    return numbers
+
+
+def test_a_tensor_whose_number_a_called_subgraph_has_in_the_arena_is_placed_by_the_runtime(
+    tmp_path: Path,
+) -> None:
+    """The micro runtime reads number k for tensor k of every subgraph."""
+    model = read(DATA / "loop.tflite")
+    first, *called = model.subgraphs
+    numbers = _offsets(DATA / "loop.tflite", tmp_path)
+    assert any(o.calls for o in first.operators) and any(n >= 0 for n in numbers)
+    for g in called:
+        for k, t in enumerate(g.tensors):
+            assert numbers[k] == -1 or t.constant or t.variable
+    assert set(numbers[len(first.tensors) :]) == {-1}
+
+
+def test_scratch_of_transposed_convolutions_has_room_in_the_offline_plan() -> None:
+    graph = read(DATA / "transposed.tflite").subgraphs[0]
+    problem, tensors = arena_problem(graph, range(len(graph.operators)))
+    scratch = problem.buffers[len(tensors) :]
+    made = [graph.tensors[o.outputs[0]] for o in graph.operators if o.kind == "TRANSPOSE_CONV"]
+    assert [b.size for b in scratch] == [4 * math.prod(t.shape) for t in made] and len(made) == 2
+
+
+@pytest.mark.parametrize("name", ["const", "identity"])
+def test_a_model_without_operators_has_an_offline_plan(name: str, tmp_path: Path) -> None:
+    path, tensors = tmp_path / f"{name}.tflite", [([4], []), ([4], [])]
+    path.write_bytes(_file([104], [(tensors, [0, 1] if name == "const" else [0], [0], [])]))
+    assert _offsets(path, tmp_path)[0] >= 0
+
+
+def test_what_reads_variables_in_a_branch_stays_behind_what_assigns_them() -> None:
+    """The branch alone could run earlier, for fewer bytes, on the variable's old contents."""
+    graph = lower(read(DATA / "variable.tflite")).graph
+    kinds = [o.target for o in graph.ops]
+    assert kinds.index("ASSIGN_VARIABLE") < kinds.index("IF")
+    order = [kinds[s.op] for s in tightship.plan(graph).plan.steps if s.kind == "compute"]
+    assert order.index("ASSIGN_VARIABLE") < order.index("IF")
+    assert graph.ops[kinds.index("IF")].effect
+
+
+def test_text_counts_as_no_bytes_which_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "text.tflite"
+    path.write_bytes(_file([104], [([([4], [], 5), ([4], [])], [0], [1], [(0, [0], [1], [])])]))
+    plan = tightship.plan(path).plan
+    assert plan.notes == ("text lies outside of the arena and counts as no bytes: 't0'",)
+    assert plan.peak == 64
+
+
+def test_other_signatures_are_said_to_keep_their_order() -> None:
+    (note,) = tightship.plan(DATA / "signatures.tflite").plan.notes
+    assert note == "of several signatures that of 'embed' is planned; in their order stay 'infer'"
+
+
+@pytest.mark.parametrize("seed", [3, 59, 102])
+def test_an_order_that_takes_more_where_the_runtime_places_tensors_is_not_written(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer bytes are alive at once, but by size they pack worse, as in basic-pitch's model (+3.4 %)."""
+    rng = random.Random(seed)
+    count = rng.randrange(8, 24)
+    tensors = [([rng.randrange(8, 200)], []) for _ in range(count + 1)]
+    reads = {k: sorted(rng.sample(range(k), min(k, rng.randrange(1, 3)))) for k in range(1, count + 1)}
+    rows = [(0, ins, [k], []) for k, ins in reads.items()]
+    source, path = tmp_path / "dag.tflite", tmp_path / "planned.tflite"
+    source.write_bytes(_file([104], [(tensors, [0], [count], rows)]))
+    assert main(["plan", str(source), "--write", str(path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["runtime"]
+    worse = said["arena_planned"] > said["arena_before"]
+    assert worse == (seed != 3) == (said["order"] == "file") == (source.read_bytes() == path.read_bytes())
+    assert main(["plan", str(source), "--write", str(path), "--offline-plan", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["runtime"]
+    assert said["arena_planned"] <= said["arena_before"]

@@ -173,14 +173,14 @@ class _Writing(Planned):
     original: Source
     inputs: str | None = None
     must: bool = False  # written as planned, whatever onnxruntime says
-    answers: list[Any] = field(default_factory=list)  # what onnxruntime said of the file
+    answers: list[Any] = field(default_factory=list)  # what the file takes in its runtime
 
     def write(self, path: Path) -> None:
         program: Any = self.source.program
         if self.graph.meta["source"] == "tflite":
             from tightship.integrations.tflite_write import write_model as write_tflite
 
-            write_tflite(program, self.plan, path, offsets=self.offline_plan)
+            self.answers.append(write_tflite(program, self.plan, path, offsets=self.offline_plan))
         elif self.graph.meta["source"] == "tensorflow":
             from tightship.integrations.tensorflow_write import write_graph
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tightship.errors import BadInput
@@ -55,6 +55,10 @@ class GraphBuilder:
         return self.value(name, self.storage(name, nbytes, kind), dtype, shape)
 
     def op(self, op: Op) -> int:
+        """An op that calls graphs draws random numbers, or has effects, if one of theirs does."""
+        if inside := [run for g in op.calls for run in g.ops]:
+            random, effect = any(run.random for run in inside), any(run.effect for run in inside)
+            op = replace(op, random=op.random or random, effect=op.effect or effect)
         self.ops.append(op)
         return len(self.ops) - 1
 

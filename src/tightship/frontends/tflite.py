@@ -5,7 +5,7 @@ bounded, since many of them may point to the same bytes. A tensor's size is that
 is what an interpreter allocates unless its inputs are resized. Constants, inputs and variables belong to the caller.
 ``RESHAPE`` and its like hand on their input's bytes, as LiteRT's arena planner has it; every other result has bytes
 of its own. What a kernel asks for as scratch is not in a file, and not counted. ``IF``, ``WHILE`` and
-StableHLO's composites call subgraphs.
+StableHLO's composites call subgraphs. Text lies outside of an interpreter's arena, and counts as no bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tightship.errors import BadInput, UnknownSize
+from tightship.errors import BadInput
 from tightship.files import read_bytes
 from tightship.frontends.builder import GraphBuilder, bounded
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 
-__all__ = ["Model", "Operator", "Program", "Subgraph", "Table", "Tensor", "lower", "read", "sizes_from_data"]
+__all__ = ["Model", "Operator", "Program", "Subgraph", "Table", "Tensor", "lower", "read"]
 
 LARGEST_FILE: Final = 2**31 - 1
 """Bytes of a file, which a FlatBuffer cannot exceed."""
@@ -322,11 +322,23 @@ class Program:
 
 
 def lower(model: Model) -> Program:
-    """The graph of a model. Raises ``UnknownSize`` for results of text, ``BadInput`` for subgraphs that call one
-    another in a circle."""
+    """The graph of a model. Raises ``BadInput`` for subgraphs that call one another in a circle."""
     lowered: dict[int, Graph] = {}
     graph = _lowered(model, 0, (), lowered)
-    return Program(model, graph, tuple(_open_sizes(model)))
+    return Program(model, graph, (*_open_sizes(model), *_texts(model), *_not_called(model, lowered)))
+
+
+def _texts(model: Model) -> Iterator[str]:
+    texts = [repr(t.name) for g in model.subgraphs for t in g.tensors if t.nbytes is None and not t.constant]
+    if names := list(dict.fromkeys(texts)):
+        yield f"text lies outside of the arena and counts as no bytes: {_listed(names)}"
+
+
+def _not_called(model: Model, called: dict[int, Graph]) -> Iterator[str]:
+    """What is said of the other signatures of a model, whose subgraphs the first one does not call."""
+    begin = f"of several signatures that of {model.subgraphs[0].name!r} is planned"
+    if names := [repr(g.name) for k, g in enumerate(model.subgraphs) if k not in called]:
+        yield f"{begin}; in their order stay {_listed(names)}"
 
 
 def _open_sizes(model: Model) -> Iterator[str]:
@@ -337,11 +349,11 @@ def _open_sizes(model: Model) -> Iterator[str]:
         _open_size(first, k) for k in dict.fromkeys(first.inputs) if -1 in first.tensors[k].signature
     ]:
         yield f"{begin}: {_listed(names)}; an interpreter that resizes its inputs takes more"
-    if names := [_open_size(g, k) for g in model.subgraphs for k in sizes_from_data(g)]:
+    if names := [_open_size(g, k) for g in model.subgraphs for k in _sizes_from_data(g)]:
         yield f"{begin}: {_listed(names)}, which follow from data; a run whose data give more takes more"
 
 
-def sizes_from_data(g: Subgraph) -> tuple[int, ...]:
+def _sizes_from_data(g: Subgraph) -> tuple[int, ...]:
     """Results whose sizes a file leaves open although it has all those of what they are made of."""
     return tuple(
         t
@@ -368,19 +380,16 @@ def _lowered(model: Model, k: int, around: tuple[int, ...], known: dict[int, Gra
         g = model.subgraphs[k]
         calls = [tuple(_lowered(model, c, (*around, k), known) for c in o.calls) for o in g.operators]
         name = model.path.stem if k == 0 else g.name or f"subgraph {k}"
-        known[k] = _graph(g, calls, name or "model", place, inner=k > 0)
+        known[k] = _graph(g, calls, name or "model", inner=k > 0)
     return known[k]
 
 
-def _graph(g: Subgraph, calls: Sequence[tuple[Graph, ...]], name: str, place: str, *, inner: bool) -> Graph:
+def _graph(g: Subgraph, calls: Sequence[tuple[Graph, ...]], name: str, *, inner: bool) -> Graph:
     builder, value_of = GraphBuilder(), dict[int, int]()
     names = [t.name or f"tensor {k}" for k, t in enumerate(g.tensors)]
 
     def size(k: int) -> int:
-        nbytes = g.tensors[k].nbytes
-        if nbytes is None:
-            raise UnknownSize(f"unknown size of {names[k]!r}, a tensor of text", place=place)
-        return nbytes
+        return g.tensors[k].nbytes or 0
 
     def own(k: int) -> None:
         t = g.tensors[k]

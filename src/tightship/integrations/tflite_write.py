@@ -4,44 +4,76 @@ The order is written in place: the entries of a subgraph's list of operators cha
 An interpreter runs operators in the order of the list.
 
 Offsets are written as metadata ``OfflineMemoryAllocation``: 32-bit numbers, a version (0), the subgraph's index, how
-many tensors it has, and for each of them its first byte in the arena, -1 where the runtime places it
-(tflite-micro, docs/memory_management.md). The tables that are new lie before the old ones, to which a FlatBuffer's
-offsets, which only lead forward, still lead.
+many tensors the model has, and for each of them its first byte in the arena, -1 where the runtime places it
+(tflite-micro, docs/memory_management.md). Tensor ``k`` of every subgraph reads number ``k``: where a subgraph that is
+called has a tensor there that lies in the arena, the runtime places both. The tables that are new lie before the old
+ones, to which a FlatBuffer's offsets, which only lead forward, still lead.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tightship.errors import BadInput, Unsupported
 from tightship.files import write_file
-from tightship.frontends.tflite import Program, Reader, Subgraph, Table, sizes_from_data
+from tightship.frontends.tflite import Operator, Program, Reader, Subgraph, Table
 from tightship.graph import aligned
-from tightship.plan import Buffer, Plan, Problem
+from tightship.plan import Buffer, Plan, Problem, Solution
 from tightship.planners.packing import Search, pack
+from tightship.planners.place.orders import by_size_then_start
+from tightship.planners.place.problem import frame
+from tightship.units import format_bytes
 
-__all__ = ["METADATA", "arena_problem", "planned_model", "write_model"]
+__all__ = ["METADATA", "Arenas", "arena_problem", "planned_model", "write_model"]
 
 METADATA: Final = "OfflineMemoryAllocation"
 _ALIGNMENT: Final = 16  # of tensors in TensorFlow Lite Micro's arena
 _SHIFT: Final = 64  # what the old bytes move by is a multiple of it, so that all of them stay aligned
 
 
-def write_model(program: Program, plan: Plan, path: str | os.PathLike[str], *, offsets: bool = False) -> None:
+@dataclass(frozen=True)
+class Arenas:
+    """The bytes of the arena that a runtime lays a model's tensors out in: in the file's order ``before``, and as
+    ``planned``, placed by the runtime or, with ``offsets``, ahead. ``kept``: the file's order, which needs less."""
+
+    before: int
+    planned: int
+    offsets: bool
+    kept: bool
+
+    def rows(self) -> dict[str, Any]:
+        order = "file" if self.kept else "plan"
+        return {"arena_before": self.before, "arena_planned": self.planned, "order": order}
+
+    def lines(self) -> list[str]:
+        there = "with the offline plan" if self.offsets else "in the planned order"
+        before, planned = format_bytes(self.before), format_bytes(self.planned)
+        line = f"arena as the runtime places tensors {before}, {there} {planned}"
+        return [f"{line}: written in the file's order" if self.kept else line]
+
+
+def write_model(
+    program: Program, plan: Plan, path: str | os.PathLike[str], *, offsets: bool = False
+) -> Arenas:
     """Write the model as planned, complete or not at all. Raises as `planned_model`."""
-    write_file(Path(path), planned_model(program, plan, offsets=offsets))
+    data, arenas = planned_model(program, plan, offsets=offsets)
+    write_file(Path(path), data)
+    return arenas
 
 
-def planned_model(program: Program, plan: Plan, *, offsets: bool = False) -> bytes:
-    """The bytes of the model with its operators in the plan's order; ``offsets``: with a place for each tensor.
+def planned_model(program: Program, plan: Plan, *, offsets: bool = False) -> tuple[bytes, Arenas]:
+    """The bytes of the model with its operators in the plan's order, and what it takes; ``offsets``: with a place for
+    each tensor. Without, a runtime places tensors by size, and the file's order stays where it takes less.
 
     Raises ``BadInput`` for a plan of another graph, ``Unsupported`` for plans that do more than order, and for files
     whose tables do not lie as FlatBuffers are written, or which hold data outside of their tables."""
-    place = str(program.model.path)
+    place, first = str(program.model.path), program.model.subgraphs[0]
     if plan.digest != program.graph.digest:
         raise BadInput(f"the plan was made for another graph, of digest {plan.digest[:12]}", place=place)
     if other := sorted({s.kind for s in plan.steps} - {"compute", "free"}):
@@ -50,8 +82,28 @@ def planned_model(program: Program, plan: Plan, *, offsets: bool = False) -> byt
             "plan without --budget: the order alone",
         )  # fmt: skip
     order = [s.op for s in plan.steps if s.kind == "compute"]
-    data = _ordered(program, order, place)
-    return _with_offsets(data, program, order, place) if offsets else data
+    before = _by_size(arena_problem(first, range(len(order)))[0])
+    if not offsets:
+        planned = _by_size(arena_problem(first, order)[0])
+        arenas = Arenas(before, planned, False, kept=planned > before)
+        return _ordered(program, range(len(order)) if arenas.kept else order, place), arenas
+    numbers, planned = _offsets(program, order)
+    if kept := planned > before:
+        order = list(range(len(order)))
+        numbers, planned = _offsets(program, order)
+    if planned >= 2**31:
+        raise Unsupported(f"offsets in {place}", "an arena of more than 2 GiB", "write the order alone")
+    content = struct.pack(f"<{3 + len(numbers)}i", 0, 0, len(numbers), *numbers)
+    return _prefixed(_ordered(program, order, place), content, place), Arenas(before, planned, True, kept)
+
+
+def _by_size(problem: Problem) -> int:
+    """The arena of LiteRT's planner and of TensorFlow Lite Micro's: the largest first, each where it fits."""
+    if not problem.buffers:
+        return 0
+    framed = frame(problem)
+    offsets = framed.placer.pack(by_size_then_start(framed.arrays), best_fit=True)[0].tolist()
+    return max(x + b.size for x, b in zip(offsets, problem.buffers, strict=True))
 
 
 def _ordered(program: Program, order: Sequence[int], place: str) -> bytes:
@@ -71,10 +123,13 @@ def _ordered(program: Program, order: Sequence[int], place: str) -> bytes:
 # --- offsets ---
 
 
-def arena_problem(graph: Subgraph, order: Sequence[int]) -> tuple[Problem, list[int]]:
-    """What TensorFlow Lite Micro places for a subgraph, run in this order, and which tensors these are: inputs from
-    the start, results to the end, all others from who makes them to who reads them last."""
-    last = len(order)
+def arena_problem(
+    graph: Subgraph, order: Sequence[int], left_out: frozenset[int] = frozenset()
+) -> tuple[Problem, list[int]]:
+    """What TensorFlow Lite Micro places for a subgraph, run in this order, and which tensors the first of these are:
+    inputs from the start, results to the end, all others from who makes them to who reads them last. Behind them,
+    the room that operators need while they run."""
+    last = max(len(order), 1)
     since: dict[int, int] = dict.fromkeys(graph.inputs, 0)
     until: dict[int, int] = dict.fromkeys(graph.inputs, 1)
     for step, o in enumerate(order):
@@ -89,36 +144,43 @@ def arena_problem(graph: Subgraph, order: Sequence[int]) -> tuple[Problem, list[
     tensors = [
         t
         for t in sorted(since)
-        if graph.tensors[t].nbytes and not graph.tensors[t].constant and not graph.tensors[t].variable
+        if t not in left_out
+        and graph.tensors[t].nbytes
+        and not graph.tensors[t].constant
+        and not graph.tensors[t].variable
     ]
     buffers = [
         Buffer(str(t), since[t], until[t], aligned(graph.tensors[t].nbytes or 0, _ALIGNMENT)) for t in tensors
     ]
+    for step, o in enumerate(order):
+        if scratch := _scratch(graph, graph.operators[o]):
+            buffers.append(Buffer(f"scratch of {o}", step, step + 1, aligned(scratch, _ALIGNMENT)))
     return Problem(tuple(buffers)), tensors
 
 
-def _with_offsets(data: bytes, program: Program, order: Sequence[int], place: str) -> bytes:
-    model = program.model
-    if len(model.subgraphs) > 1:
-        raise Unsupported(
-            f"offsets in {place}", f"it has {len(model.subgraphs)} subgraphs, and offsets are written for one",
-            "write the order alone",
-        )  # fmt: skip
-    graph = model.subgraphs[0]
-    if open_ := sizes_from_data(graph):
-        raise Unsupported(
-            f"offsets in {place}", f"the size of {graph.tensors[open_[0]].name!r} follows from data",
-            "write the order alone",
-        )  # fmt: skip
-    problem, tensors = arena_problem(graph, order)
-    solution = pack(problem, search=Search(seconds=5.0)) if problem.buffers else None
-    numbers = [-1] * len(graph.tensors)
-    if solution is not None:
-        for t, offset in zip(tensors, solution.offsets, strict=True):
-            numbers[t] = offset
-    if max(numbers, default=0) >= 2**31:
-        raise Unsupported(f"offsets in {place}", "an arena of more than 2 GiB", "write the order alone")
-    return _prefixed(data, struct.pack(f"<{3 + len(numbers)}i", 0, 0, len(numbers), *numbers), place)
+def _scratch(graph: Subgraph, operator: Operator) -> int:
+    """The bytes that a kernel of TensorFlow Lite Micro asks of the arena while it runs: a transposed convolution of
+    integers adds up its whole result in wider ones. The runtime places them where it finds room."""
+    if operator.kind != "TRANSPOSE_CONV":
+        return 0
+    made = graph.tensors[operator.outputs[0]]
+    return math.prod(made.shape) * {"int8": 4, "int16": 8}.get(made.dtype, 0)
+
+
+def _offsets(program: Program, order: Sequence[int]) -> tuple[list[int], int]:
+    """For each tensor of the model its first byte, -1 where the runtime places it; and the arena."""
+    graph, *called = program.model.subgraphs
+    problem, tensors = arena_problem(graph, order, _in_called(called))
+    solution = pack(problem, search=Search(seconds=5.0)) if problem.buffers else Solution((), 0)
+    numbers = [-1] * sum(len(g.tensors) for g in program.model.subgraphs)
+    for t, offset in zip(tensors, solution.offsets, strict=False):  # scratch has no number
+        numbers[t] = offset
+    return numbers, solution.arena
+
+
+def _in_called(called: Sequence[Subgraph]) -> frozenset[int]:
+    """The numbers of tensors that subgraphs which are called have in the arena."""
+    return frozenset(k for g in called for k, t in enumerate(g.tensors) if not t.constant and not t.variable)
 
 
 def _prefixed(data: bytes, content: bytes, place: str) -> bytes:

@@ -60,11 +60,6 @@ class Ways:
         self.moves = "offload" in options.allow or "compress" in options.allow
         self.reached = 0
         self._whole: dict[str, Any] = {}
-        if program is not None and not self.is_onnx:
-            if mode and sends(program):
-                raise no_split()
-            if streams and sends_parts(program):
-                raise no_stream()
         trains = any(op.phase == "update" for op in graph.ops)
         if streams and (program is None or timed is None or not trains):
             raise Unsupported(
@@ -77,6 +72,11 @@ class Ways:
                 "ops are split in models of PyTorch's, ONNX files and modules of HLO",
                 "leave it out, or give the model",
             )  # fmt: skip
+        if not self.is_onnx:  # a captured model, which alone may be split over ranks
+            if mode and sends(program):
+                raise no_split()
+            if streams and sends_parts(program):
+                raise no_stream()
 
     def plan(self, limit: int, options: Options | None = None) -> Made:
         """The plan within ``limit`` bytes, changed as far as that asks for. Raises ``Infeasible``."""

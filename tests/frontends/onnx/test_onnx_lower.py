@@ -520,6 +520,20 @@ def test_R14_loops_count_what_a_turn_needs(tmp_path):  # noqa: N802
     assert graph.ops[0].flops >= 5 * 2 * 16**3
 
 
+def test_what_draws_random_numbers_in_a_branch_is_not_run_again(tmp_path):
+    """It would draw others: as of RandomNormalLike itself."""
+    branches = [
+        helper.make_graph([node(kind, ["x"], [f"of {kind}"])], kind, [], [value(f"of {kind}", None)])
+        for kind in ("RandomNormalLike", "Relu")
+    ]
+    nodes = [
+        node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1]),
+        node("Relu", ["y"], ["z"]),
+    ]
+    graph = graph_of(tmp_path, made(nodes, [value("x", [16]), value("c", [], 9)], [value("z", None)]))
+    assert graph.ops[0].random and not graph.ops[0].pure and graph.ops[1].pure
+
+
 def counted(start, limit, step, trips=None, told=True):
     """A Loop that goes on while a counter is below the size of ``x`` (or ``limit``), as tf2onnx has it."""
     body = helper.make_graph(

@@ -13,13 +13,14 @@ and constants inside it are there all the time. Costs are those of one turn, as 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.tensorflow.condensed import condensed, loop_node, merge_of, renamed
+from tightship.frontends.tensorflow.einsum import einsum_scratch
 from tightship.frontends.tensorflow.functions import LOOPS, Frame, Library, frames_of, inlined, merged
 from tightship.frontends.tensorflow.infer import Called, Made, Types, infer, variable_bytes
 from tightship.frontends.tensorflow.load import GraphFile
@@ -351,7 +352,7 @@ class _Lowering:
                 control=tuple(sorted(control)),
                 time=modeled_time(flops, traffic) if flops else 0.0,
                 flops=flops,
-                workspace=inside.carried,
+                workspace=inside.carried + (self._scratch(n, ins) if outs else 0),
                 calls=inside.graphs,
                 phase="update" if writes and self._updates(n) else "backward" if _backward(n) else "forward",
                 device=_device(node.device),
@@ -359,6 +360,14 @@ class _Lowering:
                 overwrites=() if writes else self._overwrites(n, ins, outs),
             )
         )  # fmt: skip
+
+    def _scratch(self, n: str, ins: Sequence[int]) -> int:
+        """Bytes that a kernel asks for beside its results, as far as is known."""
+        made = self.types.results[n][0]
+        if self.web.nodes[n].kind != "Einsum" or not made.nbytes:
+            return 0
+        equation, width = self.proto[n].attr["equation"].s.decode(), made.nbytes // math.prod(made.shape)
+        return einsum_scratch(equation, [self.builder.values[v].shape for v in ins], width)
 
     # --- what runs inside an op ---
 
