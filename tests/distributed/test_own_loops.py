@@ -15,6 +15,7 @@ def rows() -> Rows:
         "asked_of_parts",
         "told_in_the_loop",
         "changed_between",
+        "averaged_beside",
         worker="own_worker.py",
     )
 
@@ -73,3 +74,13 @@ def test_layers_that_come_later_are_averaged_where_ranks_have_the_same_or_refuse
         assert all(
             "the parameter '14.weight', which has come to the model since fit" in text for text in texts
         )
+
+
+def test_parts_that_meet_whole_tensors_from_before_fit_are_whole(rows: Rows) -> None:
+    """Averages of weights, written in several ways, and swapped in to evaluate; with as many rows as ranks a part
+    would broadcast."""
+    for row in rows["averaged_beside"]:
+        assert row["shard"]["averages"] == row["eager"]["averages"]
+        assert row["shard"]["evaluated"] == row["eager"]["evaluated"]
+        assert row["shard"]["kinds"] == row["eager"]["kinds"] == ["Parameter", "Tensor"]
+        assert "waits in a gather of parameters outside of a step" in row["alone"]["text"]
