@@ -245,7 +245,29 @@ def averaged_beside() -> Any:
                 kept.scale.lerp_(next(m.parameters()), 0.1)
         step(batches(1)[0])
 
-    return rows | {"alone": caught(alone)}
+    rows |= {"optimizer": [_stepped(how) for how in (None, shard)], "alone": caught(alone)}
+    return rows
+
+
+def _stepped(shard: Any) -> Any:
+    """By an optimizer that is made after ``fit``, and goes through lists of parameters; and what others are told."""
+    own, given = Scaled(), batches(2)
+    m = own if shard is not None else torch.nn.parallel.DistributedDataParallel(own)
+    step: Any = shard and tightship.fit(m, loss_of, None, given[0], "200%", parallel=shard)
+    o = torch.optim.AdamW(m.parameters(), 0.1, foreach=True)
+    for b in given:
+        o.zero_grad()
+        if step is None:
+            loss_of(m, b).backward()
+        else:
+            step.backward(b)
+        o.step()
+    x = given[0][0]
+    with torch.no_grad():
+        out = own(x) if step is None else tightship.infer(own, x)(x)
+    if step is not None:
+        assert tightship.estimate(own, x).peak > 0
+    return digest([out]), digest([own.outer.bias, copy.deepcopy(own).outer.bias])
 
 
 def _averaged_beside(own: Any, shard: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 
 from tightship.execute.part_of_gradient import PartOfGradient
 from tightship.execute.parts_in_hand import reading
+from tightship.frontends.torch import compat_optimizers
 from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import map_leaves
 
@@ -25,6 +26,7 @@ _UNMARKED: Final = {"as_subclass"} | {
     f"{n}_like" for n in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 }
 """Functions whose results are not the parameter's values, and those that give a plain tensor."""
+_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SETTERS: Final = tuple(getattr(torch.Tensor, name).__set__ for name in ("data", "grad", "requires_grad"))
 
 
@@ -48,20 +50,20 @@ class _InHand:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, PartOfGradient) for kind in types):
             return NotImplemented  # it knows what may be asked of both
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if reading.own or func in _SETTERS:
             return _plainly(func, args, kwargs)
-        given = list(tensors_in((args, kwargs)))
-        parts = [t for t in given if isinstance(t, _InHand)]
-        others = [t for t in given if not isinstance(t, _InHand)]
-        if any(p.way.meets(t) for p in parts for t in others):
+        meeting = {id(t) for row in _rows(name, args, kwargs) for t in _meeting(row)}
+        if meeting:
 
             def whole(t: Any) -> Any:
-                return t.way.between(t) if isinstance(t, _InHand) else t
+                return t.way.between(t) if id(t) in meeting else t
 
             return func(*map_leaves(whole, args), **map_leaves(whole, kwargs))
         out = _plainly(func, args, kwargs)
-        return out if getattr(func, "__name__", "") in _UNMARKED else _marked(out, given, parts)
+        if name in _UNMARKED or (name == "__get__" and func != _DATA):
+            return out
+        return _marked(out, [*tensors_in((args, kwargs))])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
@@ -87,23 +89,45 @@ class _PartOfParameter(_InHand, torch.nn.Parameter):
         return memo[id(self)]
 
 
+compat_optimizers.go_through_lists_of(_PartOfParameter)
+
+
 def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _marked(out: Any, given: list[Any], parts: list[Any]) -> Any:
+def _rows(name: str, args: Any, kwargs: Any) -> Iterator[list[Any]]:
+    """The tensors that a function mixes: of lists, those at the same place in each."""
+    if not name.startswith(("_foreach_", "_fused_")):
+        yield [*tensors_in((args, kwargs))]
+        return
+    given = (*args, *kwargs.values())
+    lists = [x for x in given if isinstance(x, (list, tuple))]
+    most = max(map(len, lists), default=0)
+    for row in zip(*(x for x in lists if len(x) == most), strict=True):
+        yield [t for t in row if isinstance(t, torch.Tensor)]
+
+
+def _meeting(row: list[Any]) -> list[Any]:
+    """The parts beside whole tensors."""
+    parts = [t for t in row if isinstance(t, _InHand)]
+    with torch._C.DisableTorchFunctionSubclass():
+        others = [t for t in row if not isinstance(t, _InHand)]
+        return parts if any(p.way.meets(t) for p in parts for t in others) else []
+
+
+def _marked(out: Any, given: list[Any]) -> Any:
     known = {id(t) for t in given}
+    with torch._C.DisableTorchFunctionSubclass():
+        ways = {t.shape: t.way for t in reversed(given) if isinstance(t, _InHand)}  # type: ignore[attr-defined]
 
     def one(t: Any) -> Any:
-        if type(t) is not torch.Tensor or id(t) in known:
+        if type(t) is not torch.Tensor or id(t) in known or t.shape not in ways:
             return t
-        like = next((p for p in parts if p.shape == t.shape), None)
-        if like is None:
-            return t
-        made = t.as_subclass(PartInHand)
-        made.way = like.way
-        return made
+        t.__class__ = PartInHand
+        t.way = ways[t.shape]  # type: ignore[attr-defined]
+        return t
 
     return map_leaves(one, out)
 

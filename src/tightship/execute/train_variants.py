@@ -19,7 +19,6 @@ from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel
 from tightship.execute.in_step import InStep
 from tightship.execute.interrupts import Updating
-from tightship.execute.part_in_hand import at_work
 from tightship.execute.parts import (
     Loop,
     bytes_of_inputs,
@@ -183,7 +182,6 @@ class TrainVariants(PlannedTogether):
             updating.whole(),
             super()._exclusive(),
             self.ranks.ending_together("a training step") if self.ranks else nullcontext(),
-            at_work(),
         ):
             self._updating = updating
             yield
