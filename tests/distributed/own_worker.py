@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import swa_utils
 from torch_worker import sharded, whole
@@ -212,6 +213,47 @@ def changed_between() -> Any:
         o.add_param_group({"params": list(m[-1].parameters())})  # type: ignore[index]
         errors = [caught(lambda b=b, step=step: step(b)) for b in given[1:]]  # type: ignore[misc]
         rows["added"][name] = [[e["text"] for e in errors], digest(m[-1].parameters())]  # type: ignore[index]
+    return rows
+
+
+class Normed(torch.optim.SGD):
+    """Goes by the norm of each whole gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(p.grad.norm() + 1)
+        return super().step(closure)
+
+
+def stepped_by_themselves() -> Any:
+    """Optimizers that fit refuses, made before it and stepped behind ``step.backward``, as what it says has it."""
+    rows: dict[str, Any] = {}
+    ways: dict[str, tuple[Any, Any]] = {
+        "sends": (
+            torch.nn.parallel.DistributedDataParallel,
+            lambda ps: ZeroRedundancyOptimizer(ps, torch.optim.AdamW, lr=0.01),
+        ),
+        "whole rows": (sharded, lambda ps: Normed(ps, 0.1, foreach=False)),
+    }
+    for name, (wrap, made) in ways.items():
+        m, given = wrap(model()), batches(3)
+        o = made(m.parameters())
+        refused = caught(lambda m=m, o=o: tightship.fit(m, loss_of, o, batches(1)[0], None))
+        rows[name] = {"refused": refused["text"]}
+        for how in ("eager", "fit"):
+            m = wrap(model())
+            o = made(m.parameters())
+            step: Any = tightship.fit(m, loss_of, None, given[0], "100%") if how == "fit" else None
+            losses = []
+            for b in given:
+                o.zero_grad()
+                loss = loss_of(m, b) if step is None else step.backward(b)
+                if step is None:
+                    loss.backward()
+                o.step()
+                losses.append(loss.item())
+            rows[name][how] = [losses, whole(m.state_dict().values())]
     return rows
 
 

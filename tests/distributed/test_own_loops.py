@@ -16,6 +16,7 @@ def rows() -> Rows:
         "told_in_the_loop",
         "changed_between",
         "averaged_beside",
+        "stepped_by_themselves",
         worker="own_worker.py",
     )
 
@@ -86,3 +87,16 @@ def test_parts_that_meet_whole_tensors_from_before_fit_are_whole(rows: Rows) -> 
         first, second = row["optimizer"]
         assert first == second
         assert "waits in a gather of parameters outside of a step" in row["alone"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("sends", "its step sends to other ranks by itself"),
+        ("whole rows", "as eager does; or use an optimizer that"),
+    ],
+)
+def test_optimizers_that_are_refused_step_by_themselves_as_is_said(rows: Rows, how: str, words: str) -> None:
+    for row in rows["stepped_by_themselves"]:
+        assert words in row[how]["refused"]
+        assert row[how]["fit"] == row[how]["eager"]
