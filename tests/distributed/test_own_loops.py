@@ -15,8 +15,8 @@ def rows() -> Rows:
         "asked_of_parts",
         "told_in_the_loop",
         "changed_between",
-        "averaged_beside",
         "stepped_by_themselves",
+        "averaged_beside",  # last: a rank's gather is still waited for then
         worker="own_worker.py",
     )
 
