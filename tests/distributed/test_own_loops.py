@@ -86,7 +86,7 @@ def test_parts_that_meet_whole_tensors_from_before_fit_are_whole(rows: Rows) -> 
         assert row["shard"]["kinds"] == row["eager"]["kinds"] == ["Parameter", "Tensor"]
         first, second = row["optimizer"]
         assert first == second
-        assert "waits in a gather of parameters outside of a step" in row["alone"]["text"]
+        assert "outside of a step" in row["alone"]["text"], row["alone"]
 
 
 @pytest.mark.parametrize(
