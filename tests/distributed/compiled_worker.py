@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import adamw, caught, digest, main
 
 import tightship
-from tightship.integrations.torch_compile import compiled_notes, compiled_plans
+from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
 
 WIDTH = 24
 
@@ -106,6 +107,45 @@ def infeasible() -> Any:
     return caught(lambda: tightship.fit(m, loss_of, adamw(m), batches(256)[0], "100KiB", mode="compiled"))
 
 
+def not_compiled() -> Any:
+    """Rows in another order, which Inductor fails at, on both ranks or one; a shorter batch on rank 1 or 0; and steps
+    that it compiles."""
+
+    def loss(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m(x)
+        return F.mse_loss(y[torch.randperm(len(x))] if len(x) != 64 else y, x)
+
+    given = batches(256, 256, 128 if dist.get_rank() else 256, 64, 256 if dist.get_rank() else 64, 64)
+    rows: dict[str, Any] = {}
+    for how in ("eager", "ddp", "shard"):
+        m: Any = DistributedDataParallel(net()) if how != "shard" else net()
+        o, losses = adamw(m), []
+        options: dict[str, Any] = {"parallel": tightship.DataParallel(shard=True)} if how == "shard" else {}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step: Any = None
+            if how != "eager":
+                step = tightship.fit(m, loss, o, given[0], "static+90%", mode="compiled", **options)
+            for k, b in enumerate(given):
+                torch.manual_seed(k)
+                if step is None:
+                    o.zero_grad()
+                    value = loss(m, b)
+                    value.backward()
+                    o.step()
+                else:
+                    value = step(b)
+                losses.append(value.item())
+        said = [str(w.message) for w in told if issubclass(w.category, Fallback)]
+        rows[how] = {"losses": losses, "said": said, "measure": step and step.measure()}
+    m = DistributedDataParallel(net())
+    rows["strict"] = caught(
+        lambda: tightship.fit(m, loss, adamw(m), given[0], "100%", mode="compiled", strict=True)
+    )
+    dist.barrier()  # whoever is told last is told by a process that is still there
+    return rows
+
+
 def failing_kernel() -> Any:
     """An index that only rank 1's batch has too large, between collectives of compiled code."""
     torch.manual_seed(0)
@@ -133,11 +173,19 @@ def hand_made() -> Any:
         m = torch.nn.Linear(WIDTH, WIDTH)
         rows["eager"] = loss(m, batches(8)[0]).item()
         options: dict[str, Any] = {"mode": "compiled", "independent": independent}
-        rows[str(independent)] = caught(
-            lambda m=m, options=options: rows.update(
-                loss=tightship.fit(m, loss, adamw(m), batches(8)[0], "100%", **options)(batches(8)[0]).item()
+        key = "alone" if independent else "loss"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            rows[str(independent)] = caught(
+                lambda m=m, options=options, key=key: rows.update(
+                    {
+                        key: tightship.fit(m, loss, adamw(m), batches(8)[0], "100%", **options)(
+                            batches(8)[0]
+                        ).item()
+                    }
+                )
             )
-        )
+        rows["said"] = [str(w.message) for w in told if issubclass(w.category, Fallback)]
     return rows
 
 

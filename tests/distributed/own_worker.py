@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import swa_utils
 from torch_worker import sharded, whole
 from worker import ROWS, WIDTH, batches, caught, digest, loss_of, main, model
 
@@ -211,6 +214,138 @@ def changed_between() -> Any:
         errors = [caught(lambda b=b, step=step: step(b)) for b in given[1:]]  # type: ignore[misc]
         rows["added"][name] = [[e["text"] for e in errors], digest(m[-1].parameters())]  # type: ignore[index]
     return rows
+
+
+class Normed(torch.optim.SGD):
+    """Goes by the norm of each whole gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(p.grad.norm() + 1)
+        return super().step(closure)
+
+
+def stepped_by_themselves() -> Any:
+    """Optimizers that fit refuses, made before it and stepped behind ``step.backward``, as what it says has it."""
+    rows: dict[str, Any] = {}
+    ways: dict[str, tuple[Any, Any]] = {
+        "sends": (
+            torch.nn.parallel.DistributedDataParallel,
+            lambda ps: ZeroRedundancyOptimizer(ps, torch.optim.AdamW, lr=0.01),
+        ),
+        "whole rows": (sharded, lambda ps: Normed(ps, 0.1, foreach=False)),
+    }
+    for name, (wrap, made) in ways.items():
+        m, given = wrap(model()), batches(3)
+        o = made(m.parameters())
+        refused = caught(lambda m=m, o=o: tightship.fit(m, loss_of, o, batches(1)[0], None))
+        rows[name] = {"refused": refused["text"]}
+        for how in ("eager", "fit"):
+            m = wrap(model())
+            o = made(m.parameters())
+            step: Any = tightship.fit(m, loss_of, None, given[0], "100%") if how == "fit" else None
+            losses = []
+            for b in given:
+                o.zero_grad()
+                loss = loss_of(m, b) if step is None else step.backward(b)
+                if step is None:
+                    loss.backward()
+                o.step()
+                losses.append(loss.item())
+            rows[name][how] = [losses, whole(m.state_dict().values())]
+    return rows
+
+
+class Scaled(torch.nn.Module):
+    """A parameter with as many rows as there are ranks, and one with rows that these do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.randn(dist.get_world_size(), WIDTH))
+        self.inner, self.outer = torch.nn.Linear(WIDTH, 5), torch.nn.Linear(5, 7)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.outer(self.inner(x * self.scale.sum(0)))
+
+
+def averaged_beside() -> Any:
+    """Averages of weights that are whole, as they were made before ``fit``; on one rank alone."""
+    rows: dict[str, Any] = {"eager": _averaged_beside(Scaled(), None)}
+    shard = tightship.DataParallel(shard=True)
+    rows["shard"] = _averaged_beside(Scaled(), shard)
+    m = Scaled()
+    kept = copy.deepcopy(m)
+    step = tightship.fit(
+        m, loss_of, torch.optim.SGD(m.parameters(), 0.1), batches(1)[0], "200%", parallel=shard
+    )
+
+    def alone() -> None:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                kept.scale.lerp_(next(m.parameters()), 0.1)
+        step(batches(1)[0])
+
+    rows |= {"optimizer": [_stepped(how) for how in (None, shard)], "alone": caught(alone)}
+    return rows
+
+
+def _stepped(shard: Any) -> Any:
+    """By an optimizer that is made after ``fit``, and goes through lists of parameters; and what others are told."""
+    own, given = Scaled(), batches(2)
+    m = own if shard is not None else torch.nn.parallel.DistributedDataParallel(own)
+    step: Any = shard and tightship.fit(m, loss_of, None, given[0], "200%", parallel=shard)
+    o = torch.optim.AdamW(m.parameters(), 0.1, foreach=True)
+    for b in given:
+        o.zero_grad()
+        if step is None:
+            loss_of(m, b).backward()
+        else:
+            step.backward(b)
+        o.step()
+    x = given[0][0]
+    with torch.no_grad():
+        out = own(x) if step is None else tightship.infer(own, x)(x)
+    if step is not None:
+        assert tightship.estimate(own, x).peak > 0
+    return digest([out]), digest([own.outer.bias, copy.deepcopy(own).outer.bias])
+
+
+def _averaged_beside(own: Any, shard: Any) -> dict[str, Any]:
+    given = batches(3)
+    m = own if shard is not None else torch.nn.parallel.DistributedDataParallel(own)
+    o = torch.optim.SGD(m.parameters(), 0.1)
+    held = list(own.parameters())
+    in_place, in_turn = copy.deepcopy(own), {n: p.detach().clone() for n, p in own.named_parameters()}
+    listed = [p.data.clone() for p in held]
+    of_torch = swa_utils.AveragedModel(own, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    step: Any = shard and tightship.fit(m, loss_of, o, given[0], "200%", parallel=shard)
+    evaluated = []
+    for b in given:
+        if step is None:
+            o.zero_grad()
+            loss_of(m, b).backward()
+            o.step()
+        else:
+            step(b)
+        of_torch.update_parameters(own)
+        for e, p in zip(listed, held, strict=True):
+            e.mul_(0.5).add_(p.data, alpha=0.5)
+        with torch.no_grad():
+            for n, p in own.named_parameters():
+                in_turn[n] = 0.5 * in_turn[n] + 0.5 * p
+            for e, p in zip(in_place.parameters(), own.parameters(), strict=True):
+                e.lerp_(p, 0.5)
+            kept = [p.clone() for p in own.parameters()]
+            for e, p in zip(in_place.parameters(), own.parameters(), strict=True):
+                p.copy_(e)
+            evaluated.append(loss_of(own, b).item())
+            for k, p in zip(kept, own.parameters(), strict=True):
+                p.copy_(k)
+    averages = [in_place.parameters(), in_turn.values(), listed, of_torch.module.parameters()]
+    kinds = sorted({type(t).__name__ for t in (*in_place.parameters(), *in_turn.values())})
+    return {"averages": [digest(tensors) for tensors in averages], "evaluated": evaluated, "kinds": kinds}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ def rows() -> Rows:
         "infeasible",
         "other_first_rows",
         "hand_made",
+        "not_compiled",
         worker="compiled_worker.py",
         most=900,
     )
@@ -66,10 +67,25 @@ def test_a_percentage_of_other_steps_is_refused_on_all(rows: Rows) -> None:
 
 def test_collectives_of_ones_own_are_agreed_on(rows: Rows) -> None:
     for row in rows["hand_made"]:
-        assert row["False"]["type"] == ""
+        assert row["False"]["type"] == row["True"]["type"] == ""
         assert row["loss"] == pytest.approx(row["eager"], rel=1e-5)
-        assert row["True"]["type"] == "Unsupported"
-        assert "independent" in row["True"]["text"]
+        assert row["alone"] == row["eager"]
+        (said,) = row["said"]
+        assert "is not compiled and runs op by op" in said
+        assert "independent" in said
+
+
+def test_a_step_that_inductor_does_not_compile_runs_op_by_op_on_all_ranks(rows: Rows) -> None:
+    for row in rows["not_compiled"]:
+        for how in ("ddp", "shard"):
+            found = row[how]
+            assert found["losses"][:3] == row["eager"]["losses"][:3]
+            assert found["losses"][3:] == pytest.approx(row["eager"]["losses"][3:], rel=1e-4)
+            assert found["measure"]["measured_peak"] == found["measure"]["planned_peak"]
+            assert found["measure"]["planned_peak"] <= found["measure"]["budget"]
+            (said,) = found["said"]
+            assert "is not compiled and runs op by op, as in exact mode, within the budget" in said
+        assert "compiling the step in compiled mode" in row["strict"]["text"]
 
 
 def test_a_kernel_that_fails_ends_all() -> None:

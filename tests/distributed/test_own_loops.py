@@ -15,6 +15,8 @@ def rows() -> Rows:
         "asked_of_parts",
         "told_in_the_loop",
         "changed_between",
+        "stepped_by_themselves",
+        "averaged_beside",  # last: a rank's gather is still waited for then
         worker="own_worker.py",
     )
 
@@ -73,3 +75,28 @@ def test_layers_that_come_later_are_averaged_where_ranks_have_the_same_or_refuse
         assert all(
             "the parameter '14.weight', which has come to the model since fit" in text for text in texts
         )
+
+
+def test_parts_that_meet_whole_tensors_from_before_fit_are_whole(rows: Rows) -> None:
+    """Averages of weights, written in several ways, and swapped in to evaluate; with as many rows as ranks a part
+    would broadcast."""
+    for row in rows["averaged_beside"]:
+        assert row["shard"]["averages"] == row["eager"]["averages"]
+        assert row["shard"]["evaluated"] == row["eager"]["evaluated"]
+        assert row["shard"]["kinds"] == row["eager"]["kinds"] == ["Parameter", "Tensor"]
+        first, second = row["optimizer"]
+        assert first == second
+        assert "outside of a step" in row["alone"]["text"], row["alone"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("sends", "its step sends to other ranks by itself"),
+        ("whole rows", "as eager does; or use an optimizer that"),
+    ],
+)
+def test_optimizers_that_are_refused_step_by_themselves_as_is_said(rows: Rows, how: str, words: str) -> None:
+    for row in rows["stepped_by_themselves"]:
+        assert words in row[how]["refused"]
+        assert row[how]["fit"] == row[how]["eager"]

@@ -70,7 +70,6 @@ def test_code_that_has_the_ddp_in_hand_trains_and_evaluates_as_in_eager(rows: Ro
 def test_weights_are_averaged_in_a_copy_that_is_made_after_fit(rows: Rows) -> None:
     for row in rows["averaged"]:
         assert row["fit"] == row["eager"]
-        assert any("made after fit" in text for text in row["told"])
 
 
 def test_a_loss_over_the_models_parameters_is_of_whole_ones(rows: Rows) -> None:

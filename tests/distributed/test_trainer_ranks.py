@@ -14,6 +14,7 @@ def rows() -> Rows:
         "accumulated_in_shards",
         "averaged_now_and_then",
         "updates_unsent",
+        "blocks_of_torchs_own",
         worker="trainer_worker.py",
     )
 
@@ -49,6 +50,15 @@ def test_no_step_updates_where_the_loop_sends_no_gradients(rows: Rows) -> None:
         assert row["unchanged"]
         for name in ("later", "first of two, told", "second of two"):
             assert row[name]["type"] == "", (name, row[name])
+
+
+def test_blocks_of_torchs_own_classes_are_planned_where_hooks_of_fully_shard_end_graphs(rows: Rows) -> None:
+    """Dynamo compiles no module of torch's by itself; one graph is for all blocks that are alike."""
+    for row in rows["blocks_of_torchs_own"]:
+        assert row["nested"] == row["flat"] == row["eager"]
+        assert (row["nested, planned"][0], row["flat, planned"][0]) == (3, 1)
+        assert any("modules of torch's own classes" in note for note in row["nested, planned"][1])
+        assert row["nested, planned"][2] == row["flat, planned"][2] == []
 
 
 def test_fabric_saves_and_loads_what_was_fully_sharded() -> None:

@@ -83,7 +83,7 @@ def sharded(m: Any, **options: Any) -> Any:
 
 
 def averaged() -> Any:
-    """Weights, step by step, in a copy that is made after ``fit``; and what one is told whose copy is from before."""
+    """Weights, step by step, in a copy that is made after ``fit``."""
     rows: dict[str, Any] = {}
     average = swa_utils.get_ema_multi_avg_fn(0.5)
     for planned in (False, True):
@@ -104,13 +104,7 @@ def averaged() -> Any:
         names = [n for n, _ in model().named_parameters()]
         found = kept if copied is None else copied.module.state_dict()
         rows["fit" if planned else "eager"] = whole(found[n] for n in names)
-    m = model()
-    before = swa_utils.AveragedModel(m, multi_avg_fn=average)
-    tightship.fit(m, loss_of, adamw(m), batches()[0], "100%", parallel=tightship.DataParallel(shard=True))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        caught(lambda: before.update_parameters(m))
-    return rows | {"told": [str(w.message) for w in told]}
+    return rows
 
 
 def whole(tensors: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_worker import sharded, whole
-from worker import adamw, batches, caught, digest, loss_of, main, model
+from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
 
 import tightship
+from tightship.integrations.callback import CompileCallback
+from tightship.integrations.torch_compile import Fallback
 
 
 def of_half(m: Any, batch: Any) -> torch.Tensor:
@@ -135,6 +138,50 @@ def updates_unsent() -> Any:
 
 
 # --- checkpoints of Fabric ---
+
+
+class Stacked(torch.nn.Module):
+    """Blocks of torch's own classes, which a container of torch's calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear, gelu = torch.nn.Linear, torch.nn.GELU
+        blocks = [torch.nn.Sequential(linear(WIDTH, 64), gelu(), linear(64, WIDTH)) for _ in range(10)]
+        self.net = torch.nn.Sequential(*blocks, linear(WIDTH, 7))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(x)
+
+
+def blocks_of_torchs_own() -> Any:
+    """In ``fully_shard``, one by one and together, while a trainer's callback has compiled the model."""
+    rows: dict[str, Any] = {}
+    for how in ("eager", "nested", "flat"):
+        m, given = Stacked(), batches(3)
+        for block in m.net if how != "flat" else ():
+            fully_shard(block)
+        o = adamw(fully_shard(m.net))  # type: ignore[arg-type]
+        callback = CompileCallback("120%", say=None)
+        if how != "eager":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Fallback)
+                callback.attach(m, [o], accumulate=False)
+        losses = []
+        for b in given:
+            o.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Fallback)
+                loss = loss_of(m, b)
+            loss.backward()
+            o.step()
+            losses.append(loss.item())
+        callback.detach()
+        rows[how] = {"losses": losses, "model": digest(t.full_tensor() for t in m.state_dict().values())}  # type: ignore[attr-defined]
+        if how != "eager":
+            left = [n for n, one in m.named_modules() if "forward" in vars(one)]
+            rows[f"{how}, planned"] = len(callback.plans), callback.notes, left
+    return rows
 
 
 def saved_by_fabric() -> Any:

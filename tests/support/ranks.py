@@ -139,7 +139,7 @@ def run(
 
 
 def as_planned(row: dict[str, Any]) -> None:
-    assert row["measured_peak"] == row["planned_peak"] == row["process_peak"]
+    assert row["measured_peak"] == row["planned_peak"] == row["process_peak"], row
     assert row["measured_peak"] <= row["budget"]
     assert row["misses"] == 0
 

@@ -13,9 +13,18 @@ from typing import Any, Final
 
 import msgspec
 
-from tightship.errors import Infeasible
-from tightship.execute.agreement import Told, check_orders, check_plans, leader_of, refusal, told_of
+from tightship.errors import Infeasible, Unsupported
+from tightship.execute.agreement import (
+    Told,
+    check_orders,
+    check_plans,
+    in_one_order,
+    leader_of,
+    refusal,
+    told_of,
+)
 from tightship.execute.cache import Partition, Unplanned
+from tightship.execute.interpreter import Executor
 from tightship.execute.prepared import Variant
 from tightship.execute.ranks import Ranks
 from tightship.execute.train_step import TrainStep
@@ -68,6 +77,20 @@ def check_apart(texts: Sequence[str]) -> None:
             raise NoFormula(*json.loads(text.removeprefix(_APART)))
 
 
+_OP_BY_OP: Final = "op by op"
+
+
+def op_by_op(no: Unsupported | None = None) -> str:
+    """In the place of a decision: the step is not compiled, as this rank has found out or knows already."""
+    return _OP_BY_OP + json.dumps("" if no is None else f"{no.what} is not supported: {no.why}")
+
+
+def why_op_by_op(texts: Sequence[str]) -> str | None:
+    """Why ranks do not compile a step, empty if that has been said; None if all compile it."""
+    found = [json.loads(text.removeprefix(_OP_BY_OP)) for text in texts if text.startswith(_OP_BY_OP)]
+    return max(found, default=None)
+
+
 def check_resolved(ranks: Ranks, told: Sequence[Any], *, resolved: bool) -> None:
     """Raises ``PeerFailed`` where a percentage would be of another step on each rank."""
     rows = [Told.of(row) for row in told]
@@ -97,6 +120,10 @@ class CompiledTogether(TrainStep):
     ) -> Variant:
         raise NotImplementedError
 
+    def _note_op_by_op(self, why: str) -> None:
+        """Warn, once, that a step is not compiled, and run op by op."""
+        raise NotImplementedError
+
     def _planned_together(
         self, ranks: Ranks, captured: Program, known: Variant | None, told: Sequence[Any], ending: Ending
     ) -> tuple[Variant, list[Any]]:
@@ -112,16 +139,24 @@ class CompiledTogether(TrainStep):
             if leader != ranks.rank or not needed:
                 return ""
             if known is not None:
-                return known.text
+                return op_by_op() if _runs_op_by_op(known) else known.text
             try:
                 made.append(self._compiled(captured, 0))
             except NoFormula as no:
                 return apart(no)
+            except Unsupported as no:
+                if self.settings.strict:
+                    raise
+                return op_by_op(no)
             except Infeasible as no:
                 return refusal(no)
             return decision(self._limit, made[0].unplanned, made[0].chosen)
 
         _, texts = ranks.agreed("compiling", decided, lambda text: text)
+        if (why := why_op_by_op(texts)) is not None:
+            if why:
+                self._note_op_by_op(why)
+            return self._op_by_op_together(ranks, captured, known, ending)
         check_plans(ranks, texts)
 
         def compiled() -> Variant:
@@ -141,9 +176,30 @@ class CompiledTogether(TrainStep):
 
         return ranks.agreed("compiling and reserving memory", compiled, lambda v: v.told)
 
+    def _op_by_op_together(
+        self, ranks: Ranks, captured: Program, known: Variant | None, ending: Ending
+    ) -> tuple[Variant, list[Any]]:
+        """All plan a step as in exact mode, also those that have compiled it."""
+        if known is not None and not _runs_op_by_op(known):
+            self._variants.remove(known)
+            known = None
+        _, told = ranks.agreed(
+            "planning op by op",
+            lambda: known.told if known is not None else told_of(captured),
+            lambda row: row,
+        )
+        if all(Told.of(row).plan is not None for row in told):
+            assert known is not None
+            return known, told
+        return super()._planned_together(ranks, captured, known, told, ending)
+
     def _in_one_order(self, ranks: Ranks, own: Variant, told: Sequence[Any], ending: Ending) -> Variant:
         """Where batches of other shapes have plans that gather in another order: all do what was decided for the
-        largest."""
+        largest. If one of them is not compiled, none is."""
+        _, kinds = ranks.agreed("comparing ways to run", lambda: _runs_op_by_op(own), lambda yes: yes)
+        if any(kinds):
+            own, told = self._op_by_op_together(ranks, own.captured, own, ending)
+            return own if in_one_order(told) else super()._in_one_order(ranks, own, told, ending)
 
         def said() -> tuple[int, str]:
             return own.unplanned, own.text
@@ -165,3 +221,7 @@ class CompiledTogether(TrainStep):
         variant, now = ranks.agreed("compiling and reserving memory", compiled, lambda v: v.told)
         check_orders(ranks, now)
         return variant
+
+
+def _runs_op_by_op(variant: Variant) -> bool:
+    return isinstance(variant.executor, Executor)

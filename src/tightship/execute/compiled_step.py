@@ -131,12 +131,14 @@ class CompiledStep(CompiledTogether):
             if self.settings.strict or self.ranks is not None:
                 raise
             found = super()._variant(captured, modes, part=part, beside=beside)
-            self._warn_once(
-                f"the step is not compiled and runs op by op, as in exact mode, within the budget: {no.what} is not "
-                f"supported: {no.why}"
-            )
+            self._note_op_by_op(f"{no.what} is not supported: {no.why}")
             return found
         return self._compiled_variant(captured, executor, modes, part)
+
+    def _note_op_by_op(self, why: str) -> None:
+        self._warn_once(
+            f"the step is not compiled and runs op by op, as in exact mode, within the budget: {why}"
+        )
 
     def _warn_once(self, note: str) -> None:
         if note not in self._notes:

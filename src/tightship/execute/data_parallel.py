@@ -410,13 +410,21 @@ def check_elementwise(model: torch.nn.Module, optimizer: Any) -> None:
     found = need_whole(optimizer)
     if not found:
         return
-    taken = bool(compat_distributed.distributed_by(model) or shards_of(model))
+    by_torch = bool(compat_distributed.distributed_by(model))
+    taken = by_torch or bool(shards_of(model))
     if not taken and any(p.requires_grad and id(p) not in found for p in model.parameters()):
         return
     name, why = next(iter(found.values()))
+    instead = (
+        "use an optimizer that treats elements one by one (AdamW, SGD, Lion, …), or give all ranks whole "
+        "parameters: the plain model and DataParallel(shard=False)"
+    )
+    by_itself = (
+        "make it of the model's DTensors before fit, leave fit's optimizer out (None), and step it after "
+        "step.backward(batch), as eager does; or "
+    )
     raise Unsupported(
         f"{name} with sharded parameters",
         f"what it does with a part of a parameter is not what it does with all of it: {why}",
-        "use an optimizer that treats elements one by one (AdamW, SGD, Lion, …), or give all ranks whole "
-        "parameters: the plain model and DataParallel(shard=False)",
-    )  # fmt: skip
+        by_itself * by_torch + instead,
+    )

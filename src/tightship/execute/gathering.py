@@ -12,6 +12,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.execute import part_of_gradient
+from tightship.execute.part_in_hand import plain
 from tightship.execute.part_of_gradient import PartOfGradient
 from tightship.execute.parts_in_hand import WrittenThrough, reading
 from tightship.frontends.torch import compat_capture, compat_distributed
@@ -110,6 +111,10 @@ class Part(Gathering):
     def between(self, part: torch.Tensor) -> Any:
         """What code between steps has as a module's attribute: what it writes there is written to the part."""
         return self.read(part)
+
+    def meets(self, other: torch.Tensor) -> bool:
+        """Whether code that mixes a part with ``other`` means the whole parameter, as eager has it."""
+        return compat_distributed.is_distributed(type(other))
 
     def is_part(self, t: Any) -> bool:
         raise NotImplementedError
@@ -251,6 +256,12 @@ class Shard(Part):
         whole.base, whole.to = whole, (self, part)
         return whole
 
+    def meets(self, other: torch.Tensor) -> bool:
+        if self.by_torch:
+            return super().meets(other)
+        dims = other.dim() - len(self.shape)
+        return dims >= 0 and other.shape[dims] == self.shape[0]
+
     def reading(self, once: bool) -> None:
         super().reading(once)
         self._listed = {}
@@ -350,7 +361,7 @@ class Placed(Part):
 
 def _plain(part: torch.Tensor) -> torch.Tensor:
     """Out of the caller's hands."""
-    return part.as_subclass(torch.Tensor) if isinstance(part, PartOfGradient) else part
+    return part.as_subclass(torch.Tensor) if isinstance(part, PartOfGradient) else plain(part)
 
 
 def _dims(placements: Any, dims: int) -> frozenset[int]:

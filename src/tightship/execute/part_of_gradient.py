@@ -41,6 +41,8 @@ _FLAT: Final = "cat", "stack"
 _LEAVES: Final = "numpy", "__array__", "tolist", "__dlpack__", "__len__"
 _COUNTS: Final = "numel", "nelement"
 _TEXTS: Final = "__repr__", "__str__", "__format__"
+_BASE: Final = torch.Tensor._base.__get__  # type: ignore[attr-defined]
+"""Of a view, which a part is to autograd; whoever follows it would not come to an end."""
 
 
 class PartOfGradient(torch.Tensor):
@@ -62,7 +64,7 @@ class PartOfGradient(torch.Tensor):
         name = getattr(func, "__name__", "").removeprefix("linalg_")
         given = list(_parts_in((args, kwargs)))
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _TEXTS or not given:
+            if name in _TEXTS or not given or func == _BASE:
                 return func(*args, **kwargs)
             if name in _COUNTS and given[0].division.count is not None:
                 return given[0].division.count

@@ -141,9 +141,9 @@ class Telling:
 
 
 _PARTS = (
-    "parameters() gives this rank's parts: what is done element by element is done to all (an average of weights, in "
-    "a copy that is made after fit), a norm or a count is of the part alone; step.named_parameters() and "
-    "state_dict() have DTensors, which ask all ranks"
+    "parameters() gives this rank's parts: what is done element by element is done to all, and an average with "
+    "whole weights is of whole ones, which all ranks ask for; a norm or a count is of the part alone; "
+    "step.named_parameters() and state_dict() have DTensors, which ask all ranks"
 )
 
 

@@ -28,6 +28,7 @@ from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
 from tightship.execute.heap import ONLY_ON_HEAP, faster_on_heap, on_cpu, plan_on_heap
 from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
+from tightship.execute.part_in_hand import at_work
 from tightship.execute.profile import profile
 from tightship.execute.settings import Settings
 from tightship.execute.split import Change, Choice, Splitting, advice
@@ -273,7 +274,8 @@ class Prepared(NotCopied, Shown):
                 fault = "a step inside of `with step.gathered():` would run without what it streams: leave it first"
                 raise BadInput(fault, place="step")
             self._streams.open()
-            yield
+            with at_work():
+                yield
         finally:
             self._streams.shut()
             self._busy.release()

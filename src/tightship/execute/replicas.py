@@ -28,6 +28,7 @@ from tightship.execute.data_parallel import (
 from tightship.execute.eager import bit_identical
 from tightship.execute.gathering import Part, Placed, Shard
 from tightship.execute.hooked_buckets import HookedBuckets
+from tightship.execute.part_in_hand import hold
 from tightship.execute.part_of_gradient import PartOfGradient
 from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
@@ -139,6 +140,8 @@ class Replicas(NotCopied):
         self.shards = {names[i]: shard for i, shard in shards.items()}
         parts = {n: p for n, p in model.named_parameters() if n in self.shards and self.shards[n].divided}
         self._parts = {id(p): (n, weakref.ref(p)) for n, p in parts.items()}
+        for n, p in parts.items():
+            hold(p, self.shards[n])
         self._known = {n: weakref.ref(p) for n, p in model.named_parameters()}
         self.follows = True
         self.averaged = self._messages()

@@ -11,7 +11,7 @@ import torch
 
 from tightship.errors import BadInput
 from tightship.execute.interpreter import Fallback
-from tightship.frontends.torch import compat_distributed, compat_dynamo
+from tightship.frontends.torch import compat_distributed, compat_dynamo, compat_fully_shard
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, compiled_session
 from tightship.integrations.torch_partition import BackendOptions, read_options
 from tightship.units import format_bytes
@@ -22,6 +22,8 @@ _GATHERED = (
     "parameters of fully_shard are gathered, sent and freed between graphs, where no plan counts them: the budget is "
     "of each graph by itself, and not of this rank (tightship.fit plans all of a rank's step)"
 )
+
+_BREAKS = "graphs of those who call them end at fully_shard's hooks"
 
 _LOG = logging.getLogger("tightship.callback")
 
@@ -48,6 +50,7 @@ class CompileCallback:
         self.plans: tuple[Any, ...] = ()
         self.notes: tuple[str, ...] = ()
         self._model: Any = None
+        self._inside: list[Any] = []  # modules that are compiled by themselves
         self._own_notes: tuple[str, ...] = ()
         self._cut: Any = None  # what Dynamo did before with a model in DistributedDataParallel
         self._session: Any = None  # kept, and with it what a percentage came to
@@ -70,7 +73,17 @@ class CompileCallback:
             counted["optimizer"], self._own_notes = None, (_GATHERED,)
             warnings.warn(_GATHERED, Fallback, stacklevel=2)
         self._cut = compat_dynamo.cut_at_buckets(False)
-        model.compile(backend="tightship", options={**counted, **self.options})
+        options = {**counted, **self.options}
+        model.compile(backend="tightship", options=options)
+        if not self._own_notes:
+            return
+        self._inside = list(compat_fully_shard.left_to_their_caller(model))
+        for module in self._inside:
+            module.forward = torch.compile(_forward_of(module), backend="tightship", options=options)
+        if self._inside:
+            kinds = ", ".join(sorted({type(m).__name__ for m in self._inside}))
+            what = f"modules of torch's own classes ({len(self._inside)}: {kinds}) are planned by themselves"
+            self._own_notes = (*self._own_notes, f"{what}: {_BREAKS}")
 
     def _each_by_itself(self, model: Any) -> bool:
         own = self.options.get("optimizer") is not None or bool(self.options.get("strict"))
@@ -106,12 +119,23 @@ class CompileCallback:
             return
         self.look()
         self._model._compiled_call_impl = None
+        while self._inside:
+            del self._inside.pop().forward
         compat_dynamo.cut_at_buckets(self._cut)
         self._model = None
         for text in (*map(_peaks, self.plans), *self.notes):
             _LOG.info("%s", text)
             if self.say is not None:
                 self.say(f"tightship: {text}")
+
+
+def _forward_of(module: Any) -> Callable[..., Any]:
+    """As code of the caller's, whose frame Dynamo compiles; hooks around it run as they are."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
 
 
 def _unwrapped(optimizer: Any) -> Any:

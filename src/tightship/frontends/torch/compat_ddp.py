@@ -154,7 +154,9 @@ def _no_join(**_: Any) -> None:
     raise Unsupported(
         "Join around a DistributedDataParallel that tightship.fit has taken over",
         "a rank without batches would have to send what the plan of the others sends",
-        "have all ranks take as many steps (drop_last=True, or the least number of batches of all)",
+        "take as many steps on all ranks: those of the rank with the least batches (n = torch.tensor(len(loader)); "
+        "dist.all_reduce(n, op=dist.ReduceOp.MIN); for batch in itertools.islice(loader, n.item())), or deal samples "
+        "out evenly, as DistributedSampler does, which repeats some",
     )
 
 

@@ -363,6 +363,10 @@ def placed_options(model: torch.nn.Module) -> list[str]:
     return list(options)
 
 
+def is_process_group(x: Any) -> bool:
+    return torch.distributed.is_available() and isinstance(x, torch.distributed.ProcessGroup)
+
+
 def distributed_by(model: torch.nn.Module) -> str:
     """What of torch's own has distributed a model's parameters; empty if nothing has."""
     kinds = {

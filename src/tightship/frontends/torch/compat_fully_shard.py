@@ -18,7 +18,7 @@ from tightship.frontends.torch.compat_distributed import Layout, is_distributed,
 
 __all__ = [
     "FullySharded", "forward_methods", "fully_shard_casts", "fully_shard_options", "fully_sharded", "left_out",
-    "sends_no_gradients", "sharding_stand_ins", "undo_fully_shard",
+    "left_to_their_caller", "sends_no_gradients", "sharding_stand_ins", "undo_fully_shard",
 ]  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def _fully_shard_states(model: torch.nn.Module) -> list[tuple[tuple[torch.nn.Mod
     """Of each call of ``fully_shard``: the modules that it was given, and what it keeps of them."""
     rows: dict[int, tuple[list[torch.nn.Module], Any]] = {}
     for module in model.modules():
-        if hasattr(type(module), "_get_fsdp_state"):  # wrappers have the attributes of what is inside
+        if _is_sharded(module):  # wrappers have the attributes of what is inside
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             rows.setdefault(id(state), ([], state))[0].append(module)
     return [(tuple(modules), state) for modules, state in rows.values()]
@@ -92,6 +92,27 @@ def sends_no_gradients(model: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` was told to send none (``NO_SYNC``)."""
     groups = [g for _, state in _fully_shard_states(model) for g in state._fsdp_param_groups]
     return any(not (g.reduce_grads and g.all_reduce_grads) for g in groups)
+
+
+def left_to_their_caller(module: torch.nn.Module, *, traced: bool = True) -> Iterator[torch.nn.Module]:
+    """The largest modules of torch's own classes in ``module`` whose caller's graph breaks at hooks of
+    ``fully_shard``: Dynamo compiles none of them unless they are compiled by themselves. ``traced``: whether the code
+    that calls ``module`` is traced."""
+    forward = type(module).forward
+    if forward is torch.nn.Module.forward or not forward.__module__.startswith("torch."):
+        inside = True  # a list of modules, or code of the caller's
+    else:
+        broken = any(_is_sharded(m) for m in module.modules() if m is not module)
+        if not broken and (_is_sharded(module) or not traced):
+            yield module
+            return
+        inside = not broken
+    for child in module.children():
+        yield from left_to_their_caller(child, traced=inside)
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    return hasattr(type(module), "_get_fsdp_state")
 
 
 def left_out(model: torch.nn.Module) -> list[str]:

@@ -127,3 +127,10 @@ def mark_stepped(optimizer: Any) -> None:
     """What ``optimizer.step()`` leaves behind for learning-rate schedulers, which warn without it."""
     for one in getattr(optimizer, "optimizers", (optimizer,)):
         one._opt_called = True
+
+
+def go_through_lists_of(kind: type[torch.Tensor]) -> None:
+    """Has optimizers treat parameters of this class as they treat others, on devices where they go through lists."""
+    kinds = getattr(_optimizer, "_foreach_supported_types", None)
+    if isinstance(kinds, list):
+        kinds.append(kind)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat, compat_ops, compat_optimizers
+from tightship.frontends.torch import compat, compat_distributed, compat_ops, compat_optimizers
 from tightship.frontends.torch.optimizer.attributes import (
     numbers_of,
     plain_part,
@@ -222,10 +222,23 @@ def does_not_run(optimizer: Any, error: Exception) -> Unsupported:
     text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if "closure" in str(error).lower():
         return needs_closure(optimizer)
+    if _holds_group(optimizer):
+        return Unsupported(
+            f"the optimizer {type(optimizer).__name__}", "its step sends to other ranks by itself",
+            f"{BY_ITSELF}; to divide what an optimizer holds among ranks, give fit the plain model, the optimizer "
+            "inside and parallel=tightship.DataParallel(shard=True)",
+        )  # fmt: skip
     return Unsupported(
         f"the optimizer {type(optimizer).__name__}", f"its step does not run on copies of its parameters ({text})",
         f"call its .train() before fit; or {BY_ITSELF}" if callable(getattr(optimizer, "train", None)) else BY_ITSELF,
     )  # fmt: skip
+
+
+def _holds_group(optimizer: Any) -> bool:
+    """Whether it, or what it holds, has a process group."""
+    own = list(vars(optimizer).values())
+    inside = [x for held in own for x in getattr(held, "__dict__", {}).values()]
+    return any(compat_distributed.is_process_group(x) for x in (*own, *inside))
 
 
 def needs_closure(optimizer: Any) -> Unsupported:
