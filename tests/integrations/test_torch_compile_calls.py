@@ -183,9 +183,42 @@ def test_a_call_counts_until_what_it_made_is_gone():
     assert len(ledger.entries) == LAYERS
     assert memory.measured <= memory.planned + 2 * 64
     first_loss = loss_of(model)  # two whose backward passes are to come: more than the budget is of
-    with pytest.raises(Infeasible, match="call 5 of it"):
-        loss_of(model)
+    for _ in range(2):
+        with pytest.raises(Infeasible, match="call 5 of it"):
+            loss_of(model)
     del first_loss
+    assert len(ledger.entries) == LAYERS
+
+
+def test_backward_passes_come_in_any_order():
+    model, first = one_by_one("compile")
+    losses = [loss_of(model) for _ in range(3)]
+    ledger = compiled_session(first).ledger
+
+    def waiting():
+        return ledger.place(ledger._calls[-1].place[0] if ledger._calls else 0)[1]
+
+    assert waiting() == 3 * LAYERS
+    for k in (0, 2, 1):
+        losses[k].backward()
+        left = {0: 2, 2: 1, 1: 0}[k]
+        assert waiting() == left * LAYERS
+
+
+def test_a_percentage_that_is_not_met_is_said_in_every_step():
+    """What a percentage comes to is known when the first backward pass begins."""
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def layer(x):
+        return torch.tanh(torch.tanh(x @ weight) * 2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="tightship", options={"budget": "100%", "seconds": 1})
+    out = compiled(torch.randn(ROWS, WIDTH)).sum()
+    compiled_session(compiled).ledger._training.limit = 1
+    for _ in range(2):
+        with pytest.raises(Infeasible):
+            out.backward(retain_graph=True)
 
 
 class Checkpointed(Model):

@@ -11,6 +11,7 @@ share their code. Each such call counts as a graph of its own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -85,11 +86,12 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that is between its two passes as long as one of ``saved`` is there."""
+    """A call that is between its two passes as long as one of ``saved`` is there; ``mark`` is the identity of one."""
 
     place: Place
     entry: Entry
     saved: tuple[Any, ...]
+    mark: int
 
     def waits(self) -> bool:
         return not all(reference.expired() for reference in self.saved)
@@ -142,6 +144,7 @@ class Ledger:
     _training: _Share = field(default_factory=_Share)
     _evaluation: _Share = field(default_factory=_Share)
     _settled: bool = False
+    _unmet: Infeasible | None = None  # why the graphs of the first step do not meet a percentage
     _buckets: int = 0
     _most: int = 0  # bytes in use since `begin_step`, gradients included that were there already
 
@@ -172,40 +175,40 @@ class Ledger:
         entry: Entry,
         storages: Callable[[], Mapping[int, int]],
         *,
-        backward: bool = False,
+        backward: int | None = None,
         elsewhere: bool = False,
     ) -> Place:
         """Takes note of which of a frame's graphs runs now, and of where. ``storages``: the identities and bytes of
-        what it is called with; ``elsewhere``: what is saved is not kept. Raises ``Infeasible`` where more is there
+        what it is called with; ``backward``: in a backward pass, the mark of what was saved for it; ``elsewhere``:
+        what is saved is not kept. Raises ``Infeasible`` where more is there
         than the budget has room for: calls that nobody knew of when the graph was planned, or gradients that nobody
         counted."""
-        place = self._ended(entry) if backward else self.place(entry.place[0])
-        known = any(entry is e for e in self._known.setdefault(place, []))
-        if not known:
-            self._known[place].append(entry)
+        place = self.place(entry.place[0]) if backward is None else self._ended(entry, backward)
+        known = self._known.setdefault(place, [])
         now = entry.elsewhere() if elsewhere else entry
-        if not known and place != entry.place:
-            self._again(place, now, storages)
+        if not any(entry is e for e in known):
+            if place != entry.place:
+                self._again(place, now, storages)
+            known.append(entry)
         if place != entry.place:
             now = replace(now, static=self.entries[place].static, place=place, gradients=now.parameters)
-        if not backward or place not in self._current:
+        if backward is None or place not in self._current:
             self._current[place] = now
         entry = self._current[place]
         if self.step is not None and not self.accumulate:
-            self._check_existing(place, entry, backward)
+            self._check_existing(place, entry, backward is not None)
         return place
 
-    def keeps(self, place: Place, entry: Entry, saved: Sequence[Any]) -> None:
+    def keeps(self, place: Place, entry: Entry, saved: Sequence[Any], mark: int) -> None:
         """A forward pass is over: what is between its two passes is there as long as one of these references is."""
         if saved:
-            self._calls.append(_Call(place, entry, tuple(saved)))
+            self._calls.append(_Call(place, entry, tuple(saved), mark))
 
-    def _ended(self, entry: Entry) -> Place:
-        """Where the last call was made that had this entry and is between its passes: its backward pass begins."""
-        for k in range(len(self._calls) - 1, -1, -1):
-            if self._calls[k].entry is entry:
-                return self._calls.pop(k).place
-        return entry.place
+    def _ended(self, entry: Entry, mark: int) -> Place:
+        """Where the call was made whose backward pass begins: that of this mark, or the last one of ``entry``."""
+        found = [k for k, c in enumerate(self._calls) if c.entry is entry]
+        marked = [k for k in found if self._calls[k].mark == mark]
+        return self._calls.pop((marked or found)[-1]).place if found else entry.place
 
     def _again(self, place: Place, entry: Entry, storages: Callable[[], Mapping[int, int]]) -> None:
         """A graph is called at another place than it was planned at."""
@@ -217,7 +220,12 @@ class Ledger:
             gradients=entry.gradients, parameters=entry.parameters,
         )  # fmt: skip
         self._current[place] = entry
-        self.enter(place, entry, current=True, follow=True)
+        try:
+            self.enter(place, entry, current=True, follow=True)
+        except Infeasible:  # it does not run there, and will be asked again
+            if known is None:
+                del self.entries[place], self._current[place]
+            raise
 
     def _check_existing(self, place: Place, entry: Entry, backward: bool) -> None:
         assert self.step is not None
@@ -264,8 +272,13 @@ class Ledger:
         if not self._settled:
             self._settled = True
             rows = [self._current.get(p, e) for p, e in self.entries.items()]
-            self._check_step(rows[-1])
-            self._check(rows)
+            try:
+                self._check_step(rows[-1])
+                self._check(rows)
+            except Infeasible as no:
+                self._unmet = no
+        if self._unmet is not None:
+            raise copy.copy(self._unmet).with_traceback(None)
 
     def binding(self, training: bool) -> bool:
         """Whether the budget in bytes is known to be meant for such a graph: not where a percentage is of a training

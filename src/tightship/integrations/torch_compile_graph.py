@@ -145,7 +145,7 @@ class Compilation:
         def backward(args: list[Any]) -> list[Any]:
             with planned.running(backward=True):
                 ledger.settle()
-                ledger.begin(entry, dict, backward=True)
+                ledger.begin(entry, dict, backward=planned.mark(args))
                 return run(args)
 
         return self._function(backward)
@@ -165,7 +165,12 @@ class Compilation:
                 elsewhere = compat_capture.saving_hooks()
                 place = ledger.begin(entry, lambda: self._given(args), elsewhere=elsewhere)
                 results = planned.forward(args)
-                ledger.keeps(place, entry, planned.made(results, saved=not elsewhere))
+                ledger.keeps(
+                    place,
+                    entry,
+                    planned.made(results, saved=not elsewhere),
+                    planned.mark(results[len(results) - len(planned.saved) :]),
+                )
                 return results
 
         return self._function(forward)

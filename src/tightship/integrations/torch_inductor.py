@@ -134,12 +134,15 @@ class Shares:
         follow = bool(self.ahead.count) or not self.last
         self.ledger.enter(self.place, self.entry.elsewhere() if elsewhere else self.entry, follow=follow)
 
-    def begin(self, args: Sequence[Any] | None) -> Place:
-        """A pass begins: the forward pass (or the only one) with ``args``, or the backward pass."""
+    def ends(self, saved: Sequence[Any]) -> None:
+        """The backward pass begins, for which these tensors were made and saved."""
         assert self.entry is not None
-        if args is None:
-            self.ledger.settle()
-            return self.ledger.begin(self.entry, dict, backward=True)
+        self.ledger.settle()
+        self.ledger.begin(self.entry, dict, backward=_mark(saved))
+
+    def begin(self, args: Sequence[Any]) -> Place:
+        """The forward pass (or the only one) begins, with ``args``."""
+        assert self.entry is not None
         elsewhere = compat_capture.saving_hooks()
         return self.ledger.begin(
             self.entry, lambda: compat_distributed.storage_sizes(args), elsewhere=elsewhere
@@ -150,7 +153,7 @@ class Shares:
         assert self.entry is not None
         saved = () if compat_capture.saving_hooks() else saved
         given = [compat.storage_reference(t) for t in saved or handed if isinstance(t, torch.Tensor)]
-        self.ledger.keeps(place, self.entry, given)
+        self.ledger.keeps(place, self.entry, given, _mark(saved))
 
 
 class CompiledGraph(GraphRuns):
@@ -202,8 +205,8 @@ class CompiledGraph(GraphRuns):
             check_again(self.name, self.plan.budget, self.plan.passes[1].peak + self._step.saved)
             for k, kept in enumerate(self._kept):
                 args[k] = args[k].clone() if kept else args[k]
-        self.shares.begin(None)
         mine = [args[k] for k, kept in enumerate(self._kept) if kept][:1]
+        self.shares.ends(mine)
         placed = self._options.arena and (
             self._frame_arena.holds(self, mine) if mine else self._frame_arena.idle()
         )
@@ -481,6 +484,11 @@ class _Compilation:
                 self.calls[kind], passes[k], plan.static, self.measured.kind, where
             )
         graph.notes += self.measured.notes()
+
+
+def _mark(saved: Sequence[Any]) -> int:
+    """The identity of something that was saved, 0 of nothing."""
+    return compat.storage_key(saved[0]) if saved else 0
 
 
 def _unchecked(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

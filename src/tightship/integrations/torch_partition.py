@@ -423,6 +423,10 @@ class PlannedGraph(GraphRuns):
         handed = [x for x in results[:first] if isinstance(x, torch.Tensor)]
         return [compat.storage_reference(t) for t in kept or handed]
 
+    def mark(self, saved: Sequence[Any]) -> int:
+        """The identity of something that a forward pass made and ``saved``, 0 where it made nothing of that."""
+        return compat.storage_key(saved[self._made[0]]) if self._made else 0
+
     def forward(self, args: list[Any]) -> list[Any]:
         """The graph's outputs, then what is saved. Empties ``args``."""
         tensors = [args[k] for k in self._positions] + self._constants
