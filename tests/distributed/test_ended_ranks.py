@@ -30,7 +30,7 @@ ALL = [
     for place in ("break", "loss", "loader", "update")
     for fault in WORDS
 ]
-QUICK = {("ddp", "break", "raises"), ("ddp", "loss", "killed"), ("fully_shard", "loader", "interrupted")}
+QUICK = {("ddp", "loss", "killed"), ("fully_shard", "loader", "interrupted")}
 
 
 def ends(
@@ -114,6 +114,7 @@ def test_a_rank_that_fails_without_a_store_says_its_error_and_ends() -> None:
     assert "ValueError: injected" in words[1]
 
 
+@pytest.mark.slow
 def test_processes_of_multiprocessing_say_their_errors_too(tmp_path: Path) -> None:
     name = f"child {tmp_path}"
     (*_, row) = run(name, ranks=1, ends=(0,))[name]

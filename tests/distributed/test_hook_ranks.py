@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from support.ranks import Rows, run
+from support.ranks import Rows, asked, run
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
-    return run("called_as_in_eager", "lacks_a_gradient", worker="hook_worker.py")
+def rows(request: pytest.FixtureRequest) -> Rows:
+    return run(*asked(request, "called_as_in_eager", "lacks_a_gradient"), worker="hook_worker.py")
 
 
 def test_hooks_get_the_buckets_that_eager_gives_them_and_leave_its_bits(rows: Rows) -> None:

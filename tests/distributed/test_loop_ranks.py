@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.ranks import Rows, as_planned, run, seconds_to_error
+from support.ranks import Rows, as_planned, asked, run, seconds_to_error
 
 OF_STEPS = (
     "losses_that_send", "by_nobody", "written_in_steps", "other_branches", "put_and_found", "compressed",
@@ -21,14 +21,14 @@ TOGETHER = (
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
-    return run(*TOGETHER, worker="loop_worker.py")
+def rows(request: pytest.FixtureRequest) -> Rows:
+    return run(*asked(request, *TOGETHER), worker="loop_worker.py")
 
 
 @pytest.fixture(scope="module")
-def steps() -> Rows:
+def steps(request: pytest.FixtureRequest) -> Rows:
     """Of what the code of steps does."""
-    return run(*OF_STEPS, worker="loop_worker.py")
+    return run(*asked(request, *OF_STEPS), worker="loop_worker.py")
 
 
 def test_losses_send_as_their_code_says_it(steps: Rows) -> None:
@@ -171,6 +171,7 @@ def test_the_error_that_ends_a_spawned_rank_is_what_its_parent_raises(tmp_path: 
     assert "does not answer any more" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_parameter_that_one_rank_alone_has_frozen_is_not_half_trained(rows: Rows) -> None:
     for name, one in rows["trained_apart"][0].items():
         other = rows["trained_apart"][1][name]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tightship
-from support.ranks import Rows, as_planned, run, seconds_to_error
+from support.ranks import Rows, as_planned, asked, run, seconds_to_error
 from tightship.errors import BadInput
 from tightship.frontends.torch.collectives import messages
 
@@ -20,8 +20,8 @@ TOGETHER = (
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
-    return run(*TOGETHER)
+def rows(request: pytest.FixtureRequest) -> Rows:
+    return run(*asked(request, *TOGETHER))
 
 
 def test_gathers_begin_ahead_of_where_they_are_read_and_change_neither_bits_nor_bytes(rows: Rows) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.ranks import Rows, as_planned, run
+from support.ranks import Rows, as_planned, asked, run
 
 TOGETHER = (
     "columns", "sequence", "clipped", "accumulated", "later", "logits_in_parts", "loss_in_parts", "checkpoints",
@@ -13,8 +13,8 @@ TOGETHER = (
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
-    return run(*TOGETHER, worker="tensor_worker.py")
+def rows(request: pytest.FixtureRequest) -> Rows:
+    return run(*asked(request, *TOGETHER), worker="tensor_worker.py")
 
 
 @pytest.mark.parametrize("how", ["columns", "sequence", "clipped", "later", "logits_in_parts"])

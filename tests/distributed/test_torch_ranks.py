@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.ranks import Rows, as_planned, run
+from support.ranks import Rows, as_planned, asked, run
 
 TOGETHER = (
     "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
@@ -21,8 +21,8 @@ TOGETHER = (
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
-    return run(*TOGETHER, worker="torch_worker.py")
+def rows(request: pytest.FixtureRequest) -> Rows:
+    return run(*asked(request, *TOGETHER), worker="torch_worker.py")
 
 
 def same(row: dict[str, Any]) -> None:
@@ -72,6 +72,7 @@ def test_weights_are_averaged_in_a_copy_that_is_made_after_fit(rows: Rows) -> No
         assert row["fit"] == row["eager"]
 
 
+@pytest.mark.slow
 def test_a_loss_over_the_models_parameters_is_of_whole_ones(rows: Rows) -> None:
     for row in rows["penalties"]:
         same(row["fully_shard"])
@@ -287,7 +288,11 @@ def test_frontier_and_explain_of_a_rank_and_what_makes_no_sense(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("way", "words"), [("split", "splitting ops on several ranks"), ("stream", "streaming where")]
+    ("way", "words"),
+    [
+        ("split", "splitting ops on several ranks"),
+        pytest.param("stream", "streaming where", marks=pytest.mark.slow),
+    ],
 )
 def test_no_way_is_advised_that_ranks_refuse(tmp_path: Path, way: str, words: str) -> None:
     (tmp_path / "factories.py").write_text(FACTORIES.replace("32, 64)", "2048, 64)"))

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
-from support.ranks import Rows, as_planned, run
+from support.ranks import Rows, as_planned, asked, run
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
-    return run("other_layers", "other_rates", "data_set", "other_rows", worker="unequal_worker.py", most=600)
+def rows(request: pytest.FixtureRequest) -> Rows:
+    return run(
+        *asked(request, "other_layers", "other_rates", "data_set", "other_rows"),
+        worker="unequal_worker.py",
+        most=600,
+    )
 
 
 def same(row: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -136,6 +137,22 @@ def run(
     said, words = read()
     assert tuple(p.returncode for p in processes) == ends, "\n".join(err[-3000:] for err in words)
     return {name: [row for rank in said for row in rank.get(name, [])] for name in scenarios}
+
+
+def asked(request: Any, *scenarios: str) -> list[str]:
+    """Those that the tests of the fixture's module name which are to run: others would run for nobody."""
+    tests = [item for item in request.session.items if item.module is request.module]
+    texts = list(map(_text_of, tests))
+    return [name for name in scenarios if any(f'"{name}"' in text for text in texts)]
+
+
+def _text_of(test: Any) -> str:
+    """The code of a test, with its parameters' values in the place of their names in formatted strings."""
+    params = test.callspec.params if hasattr(test, "callspec") else {}
+    text = inspect.getsource(test.function) + json.dumps([str(value) for value in params.values()])
+    for name, value in params.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
 
 
 def as_planned(row: dict[str, Any]) -> None:
