@@ -105,6 +105,46 @@ def test_layers_are_known_that_will_run_the_same_code(how):
     assert memory.measured <= memory.planned + 2 * 64
 
 
+def test_layers_with_other_options_do_not_share():
+    limits = []
+    for budget in ("100%", None):
+        torch._dynamo.reset()
+        model, options = Model(), {"seconds": 1, "budget": budget or limits[0]}
+        for k, block in enumerate(model.blocks):
+            if k < 2:
+                block.compile(backend="tightship", options=options)
+            else:
+                block.compile(backend="aot_eager")
+        gradients(model)
+        entries = compiled_session(model.blocks[0]).ledger.entries.values()
+        assert len(entries) == 2
+        assert all(e.rest == e.unplanned_rest for e in entries)  # no room is left for layers of other calls
+        limits.append(compiled_session(model.blocks[0]).ledger.limit)
+
+
+@pytest.mark.parametrize("share", [None, 0.7])
+def test_regions_as_accelerate_compiles_them(share):
+    """Layers one by one, and all other modules by themselves, in a copy of the model."""
+    utils = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
+
+    def run(budget):
+        torch._dynamo.reset()
+        given = {"budget": budget, "seconds": 1}
+        model = utils.compile_regions(Headed(), backend="tightship", options=given)
+        found = gradients(model)
+        assert all(map(torch.equal, found, gradients(Headed())))
+        first = model.blocks[0]
+        ledger = compiled_session(first).ledger
+        assert len(ledger.entries) == LAYERS + 1
+        assert step(model, first).planned <= ledger.limit
+        return ledger.limit
+
+    limit = run("100%")
+    if share is not None:
+        run(int(share * limit))
+        run("80%")
+
+
 class Headed(Model):
     """With a head that runs in eager: its gradients are there before those of any layer."""
 

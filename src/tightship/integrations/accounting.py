@@ -68,16 +68,20 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Calls of the same code that are to follow before the first backward pass: ``count`` of them, with ``static``
-    bytes of parameters and buffers that nobody has counted yet. ``elsewhere``: what they save is not kept."""
+    bytes of parameters and buffers that nobody has counted yet. ``elsewhere``: what they save is not kept;
+    ``others``: modules of other classes are compiled beside them, with so many bytes of ``gradients``."""
 
     count: int = 0
     static: int = 0
     elsewhere: bool = False
+    others: bool = False
+    gradients: int = 0
 
     def part(self, room: int, need: int, rest: int, gradients: int) -> tuple[int, int]:
         """Of ``room`` bytes for a graph and those ahead: the most for one of them, which needs ``need`` if it keeps
         everything, and how many of ``rest`` may stay between its passes. While the last of them runs, the others are
         between theirs; while the first does, the others have handed out their ``gradients``."""
+        room -= self.gradients
         if self.elsewhere:  # while one in between runs, some have done the one, and some the other
             return max(room - self.count * max(rest, gradients), 0), rest
         most = max(min(need, room - self.count * gradients), 0)
@@ -152,7 +156,7 @@ class Ledger:
         if self.step is not None:
             self.new_static(_OPTIMIZER, self.step.parameters)
             self.entries[_OPTIMIZER] = Entry(
-                sum(self.step.parameters.values()) + self.step.state, 0, 0, 0, 0, 0
+                sum(self.step.parameters.values()) + self.step.state, 0, 0, 0, 0, 0, place=_OPTIMIZER
             )
 
     def place(self, frame: int) -> Place:
@@ -364,7 +368,7 @@ class Ledger:
         static += sum(e.static for e in self._earlier(place, current=False))
         return max(self.budget.resolve(static + rest, static=static) - static, 0)
 
-    def shared(self, place: Place) -> bool:
+    def others_train(self, place: Place) -> bool:
         """Whether graphs with a backward pass share the budget with the one at ``place``."""
         return any(e.training for p, e in self.entries.items() if p != place)
 
@@ -440,21 +444,24 @@ class Ledger:
             budget=limit, lower_bound=need, best_peak=need, top=top, at="optimizer.step()", advice=advice
         )
 
-    def beside(self) -> str:
-        """What the optimizer takes of the budget while a graph runs, for people; empty without one."""
-        if self.step is None or self.limit is None:
+    def beside(self, place: Place) -> str:
+        """What the optimizer and earlier graphs take of the budget while the graph at ``place`` runs, for people."""
+        if self.limit is None:
             return ""
-        step, name = self.step, self.step.name
+        earlier = [e for e in self._earlier(place, current=True) if e.place != _OPTIMIZER]
         rows = [
-            (f"state of {name}", step.state), ("gradients", step.gradients if self.accumulate else 0),
-            ("buckets of DistributedDataParallel", self._buckets),
-        ]  # fmt: skip
+            ("what earlier graphs keep for their backward passes", sum(e.rest for e in earlier)),
+            ("their parameters, buffers and inputs", sum(e.static for e in earlier)),
+        ]
+        if (step := self.step) is not None:
+            rows += [
+                (f"state of {step.name}", step.state),
+                ("gradients", step.gradients if self.accumulate else 0),
+                ("buckets of DistributedDataParallel", self._buckets),
+            ]
         text = ", ".join(f"{n} {format_bytes(b)}" for n, b in rows if b)
-        return (
-            f"of the whole step's budget of {format_bytes(self.limit)} the graph has what is left: {text}"
-            if text
-            else ""
-        )
+        whose = "the budget" if step is None else "the whole step's budget"
+        return f"of {whose} of {format_bytes(self.limit)} the graph has what is left: {text}" if text else ""
 
     def planned_step(self) -> int:
         """The most bytes in use in a step like the last: the graphs that ran last, and the optimizer's step."""

@@ -35,11 +35,15 @@ class Owner(Protocol):
 
 @dataclass(frozen=True)
 class Whole:
-    """A graph that keeps everything: the most bytes it needs beyond its inputs, what stays between its passes, and
-    the gradients it hands out, in all and of ``parameters``. ``boundary`` is the op between the passes."""
+    """A graph that keeps everything: the most bytes it needs beyond its inputs, what is ``kept`` between its passes,
+    the results it has ``handed`` out, and the gradients, in all and of ``parameters``. ``rest``: what stays between
+    its passes, which is what is handed out alone where what it saves is not kept. ``boundary`` is the op between the
+    passes."""
 
     boundary: int
     need: int
+    kept: int
+    handed: int
     rest: int
     gradients: int
     parameters: int
@@ -66,16 +70,17 @@ class _Held:
 
 @dataclass(frozen=True)
 class GraphPlans:
-    """Plans of a graph that is called at ``place``; ``breaks``: a graph break follows, so that other graphs do, and
-    ``began`` is when planning it did, by ``time.perf_counter``."""
+    """Plans of a graph that is called at ``place``; ``followed``: others are known to follow, behind a graph break or
+    of other modules. ``began``: when planning it did, by ``time.perf_counter``."""
 
     session: Owner
     place: Place
-    breaks: bool
+    followed: bool
     began: float
 
     def repeated(self, graph: Graph, room: int, whole: Whole, ahead: Ahead) -> Plan:
-        """One plan for this call and those ``ahead``, which have ``room`` bytes beyond their inputs together.
+        """One plan for this call and those ``ahead``, which have ``room`` bytes beyond their inputs together; where
+        other graphs follow that nobody knows, half of that if it will do.
 
         The last of them may have what a call needs that keeps everything, or less, so that the others may keep more.
         Where nothing is found the plan keeps as little as it can, and what is said is said of what is called.
@@ -85,14 +90,19 @@ class GraphPlans:
         if ahead.elsewhere:
             most, _ = ahead.part(room, whole.need, whole.rest, gradients)
             return self.within(graph, static + most)
+        budget = self.session.ledger.budget
+        others = (
+            self.followed and budget is not None and budget.bytes is not None
+        )  # nobody knows what they need
         tried = []
-        for part in (1.0, 0.875, 0.75):
-            peak, rest = ahead.part(room, int(whole.need * part), whole.rest, gradients)
-            try:
-                return self.within(graph, static + peak, _Held(whole.boundary, rest))
-            except Infeasible as no:
-                tried.append((rest + no.best_peak - static - peak, peak))
-        rest, peak = tried[0]
+        for most in (room // 2, room) if others else (room,):
+            for part in (1.0, 0.875, 0.75):
+                peak, rest = ahead.part(most, int(whole.need * part), whole.rest, gradients)
+                try:
+                    return self.within(graph, static + peak, _Held(whole.boundary, rest))
+                except Infeasible as no:
+                    tried.append((most, rest + no.best_peak - static - peak, peak))
+        rest, peak = next((r, p) for most, r, p in tried if most == room)
         try:
             return self.within(graph, static + peak, _Held(whole.boundary, rest))
         except Infeasible:
@@ -101,7 +111,7 @@ class GraphPlans:
     def resting(self, graph: Graph, plan: Plan, where: Cut, static: int, whole: Whole) -> Plan:
         """``plan``; or, where others follow that share a percentage and less would be left of it than if everything
         was kept, one that keeps less between its passes."""
-        if not self.breaks or whole.boundary < 0 or plan.budget is None:
+        if not self.followed or whole.boundary < 0 or plan.budget is None:
             return plan
         rest = self.session.ledger.share_of(self.place, static, whole.rest)
         if rest is None or where.resident - graph.static_bytes <= rest:
@@ -120,7 +130,7 @@ class GraphPlans:
         whole = max(graph.static_bytes + free, 0)
         budget, ledger = self.session.ledger.budget, self.session.ledger
         known = budget is not None and budget.bytes is not None
-        if self.breaks and (known or ledger.resolved_before(self.place, training)):
+        if self.followed and (known or ledger.resolved_before(self.place, training)):
             limit = graph.static_bytes + max(free, 0) // 2
             for _ in range(2):
                 try:
@@ -160,7 +170,7 @@ class GraphPlans:
     def _options(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
         """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
         options = self.session.options.planner
-        if not self.breaks and not self.session.graphs:
+        if not self.followed and not self.session.graphs:
             return options, ()
         here = {h: matches(graph, h[0]) for h in parse_hints(options.hints)}
         notes = tuple(
@@ -174,7 +184,7 @@ class GraphPlans:
         percentage is known, and said, when the first backward pass begins."""
         ledger = self.session.ledger
         rest = ledger.share_of(self.place, static, whole.rest)
-        if rest is None or (not self.breaks and not ledger.shared(self.place)):
+        if rest is None or (not self.followed and not ledger.others_train(self.place)):
             return None
         limit = graph.static_bytes + whole.need
         for most in (least, limit, limit):

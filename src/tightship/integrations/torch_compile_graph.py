@@ -258,22 +258,22 @@ class Compilation:
         training, need = joint.boundary is not None, everything.peak - graph.static_bytes
         later = ledger.resolved_before(self.place, training)
         ahead = self._ahead() if training else Ahead()
-        handed = _results(joint, graph)
-        plans = GraphPlans(self.session, self.place, self.graph_break is not None, self.began)
+        kept, handed = _kept(joint, program), _results(joint, graph)
+        plans = GraphPlans(self.session, self.place, self.graph_break is not None or ahead.others, self.began)
         whole = Whole(
             -1 if joint.boundary is None else joint.boundary, need,
-            handed if ahead.elsewhere else _kept(joint, program), *self._gradients(joint, graph),
+            kept, handed, handed if ahead.elsewhere else kept, *self._gradients(joint, graph),
         )  # fmt: skip
 
         def entered(plan: Plan, *, current: bool = False) -> tuple[Plan, Cut]:
             where = cut(joint, program, plan)
             last = self.graph_break is None
             self.entry = _entry(
-                joint, program, plan, where, static, whole, last=last, accumulate=ledger.accumulate,
+                program.graph, plan, where, static, whole, last=last, accumulate=ledger.accumulate,
                 beside=ledger.beside_earlier(self.place, training), place=self.place,
             )  # fmt: skip
             entry = self.entry.elsewhere() if ahead.elsewhere else self.entry
-            follow = bool(ahead.count) or self.graph_break is not None
+            follow = bool(ahead.count) or ahead.others or self.graph_break is not None
             ledger.enter(self.place, entry, current=current, follow=follow)
             return plan, where
 
@@ -332,16 +332,25 @@ class Compilation:
         many calls as the caller says."""
         if compat_compile.in_backward():
             self.session.say(f"graph {self.name} {_REENTRANT}")
-        modules = compat_dynamo.modules_alike()
+        modules, others = compat_dynamo.modules_beside()
         left = max(len(modules), self.options.calls) - 1 - self.place[1]
-        if left <= 0:
+        if left <= 0 and not others:
             return Ahead()
         own = compat_distributed.storage_sizes(map(compat_dynamo.example_of, self.placeholders))
         theirs = compat_distributed.storage_sizes(
-            t for m in modules for t in itertools.chain(m.parameters(), m.buffers())
+            t for m in (*modules, *others) for t in itertools.chain(m.parameters(), m.buffers())
         )
         new = self.session.ledger.uncounted({k: n for k, n in theirs.items() if k not in own})
-        return Ahead(left, new, elsewhere=compat_capture.saving_hooks(traced=True))
+        elsewhere = compat_capture.saving_hooks(traced=True)
+        return Ahead(max(left, 0), new, elsewhere, bool(others), self._gradients_of(others))
+
+    def _gradients_of(self, others: Sequence[torch.nn.Module]) -> int:
+        """Bytes of what the gradients of other modules take of a budget in bytes: a percentage grows with them."""
+        budget = self.session.ledger.budget
+        if budget is None or budget.bytes is None or self.session.ledger.accumulate:
+            return 0
+        trained = (p for m in others for p in m.parameters() if p.requires_grad)
+        return sum(compat_distributed.storage_sizes(trained).values())
 
     def _advised(self, no: Infeasible, later: bool, ahead: Ahead = Ahead()) -> Infeasible:  # noqa: B008
         """``no`` with what else of the budget is taken; ``later``: whether the budget was resolved before."""
@@ -349,7 +358,8 @@ class Compilation:
             f"{ahead.count} more calls of this graph share the budget, with {format_bytes(ahead.static)} of "
             "parameters and buffers of their own, their gradients, and what they keep for the backward pass"
         )
-        texts = (_RESOLVED if later else "", others if ahead.count else "", self.session.ledger.beside())
+        beside = self.session.ledger.beside(self.place)
+        texts = (_RESOLVED if later else "", others if ahead.count else "", beside)
         more = [text for text in texts if text]
         return no.with_advice((*no.advice, *more)) if more else no
 
@@ -364,8 +374,7 @@ def _kept(joint: Joint, program: Program) -> int:
 
 
 def _entry(
-    joint: Joint,
-    program: Program,
+    graph: Graph,
     plan: Plan,
     where: Cut,
     static: int,
@@ -376,16 +385,15 @@ def _entry(
     beside: bool,
     place: Place,
 ) -> Entry:
-    graph = program.graph
     return Entry(
         static=static,
         dynamic=plan.peak - graph.static_bytes,
         rest=where.resident - graph.static_bytes,
         gradients=0 if accumulate else whole.gradients,
         unplanned=whole.need,
-        unplanned_rest=_kept(joint, program),
-        results=_results(joint, graph) if last else 0,
-        handed=_results(joint, graph),
+        unplanned_rest=whole.kept,
+        results=whole.handed if last else 0,
+        handed=whole.handed,
         parameters=0 if accumulate else whole.parameters,
         forward=where.peaks[0] - graph.static_bytes,
         beside=beside,

@@ -131,7 +131,7 @@ class Shares:
             parameters=self._stay(replay.handed[-1]) if training else 0,
         )
         elsewhere = training and self.ahead.elsewhere
-        follow = bool(self.ahead.count) or not self.last
+        follow = bool(self.ahead.count) or self.ahead.others or not self.last
         self.ledger.enter(self.place, self.entry.elsewhere() if elsewhere else self.entry, follow=follow)
 
     def ends(self, saved: Sequence[Any]) -> None:
@@ -183,12 +183,12 @@ class CompiledGraph(GraphRuns):
         placed = self._options.arena and self._frame_arena.idle()
         if self._options.arena and not placed:
             self._outside()
-        heap = allocator.Arena(0, self._device)
-        results = self._run("forward", args, None if placed else heap)
+        heap = None if placed else allocator.Arena(0, self._device)
+        results = self._run("forward", args, heap)
         if "backward" in self._passes:
             saved = list(results)[len(results) - len(self._kept) :]
             inside = [t for t, kept in zip(saved, self._kept, strict=True) if kept]
-            if placed:
+            if heap is None:
                 self._frame_arena.hold(self, inside)
             elif inside:
                 self._lies_in(heap, inside[0])
@@ -212,10 +212,9 @@ class CompiledGraph(GraphRuns):
         )
         placed = placed and not again
         _, heap = self._heaps.pop(mine[0].data_ptr() if mine else 0, (None, None))
-        heap = heap or allocator.Arena(0, self._device)
         del mine
         shared = {k: compat.storage_reference(args[k]) for k in self._step.shared}
-        results = self._run("backward", args, None if placed else heap)
+        results = self._run("backward", args, None if placed else heap or allocator.Arena(0, self._device))
         if again:
             self._note(RETAINED)
             return results

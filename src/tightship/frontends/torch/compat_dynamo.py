@@ -23,6 +23,7 @@ require_torch()
 from torch._dynamo import config as _dynamo_config  # noqa: E402
 from torch._dynamo import convert_frame as _convert_frame  # noqa: E402
 from torch._dynamo import utils as _utils  # noqa: E402
+from torch._dynamo.eval_frame import OptimizedModule as _OptimizedModule  # noqa: E402
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as _entries  # noqa: E402
 from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 from torch._dynamo.exc import unimplemented as _unimplemented  # noqa: E402
@@ -232,10 +233,10 @@ def _module_passed_over(frame: Any, found: Any) -> str:
     return f"{type(module).__name__}.forward" if calls else ""
 
 
-def modules_alike() -> list[torch.nn.Module]:
-    """The modules of the compiled one's class that are compiled by themselves within the outermost module that runs,
-    the compiled one included: one after the other, they are likely to run the code that is compiled now. Empty where
-    nothing is known."""
+def modules_beside() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """The modules that are compiled by themselves, with equal options, within the outermost module that runs, and
+    are of the compiled one's class, itself included: one after the other, they are likely to run the code that is
+    compiled now. And those of other classes. Empty where nothing is known."""
     running: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -243,19 +244,25 @@ def modules_alike() -> list[torch.nn.Module]:
         if frame is not None and frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl"):
             module = frame.f_locals.get("self")
             if isinstance(module, torch.nn.Module):
-                running.append(getattr(module, "_orig_mod", module))
+                running.append(_inside(module))
     if not running:
-        return []
-    compiled: dict[int, torch.nn.Module] = {}
+        return [], []
+    compiled: dict[int, tuple[torch.nn.Module, Any]] = {}
     for m in running[-1].modules():
-        inner = getattr(m, "_orig_mod", None)
         called = (getattr(m, "_compiled_call_impl", None), m.__dict__.get("forward"))
-        if inner is not None:
-            compiled[id(inner)] = inner
+        if isinstance(m, _OptimizedModule):
+            compiled[id(_inside(m))] = _inside(m), compiled_options(m)
         elif any(hasattr(f, "_torchdynamo_orig_callable") for f in called):
-            compiled[id(m)] = m
-    own = next((m for m in running if id(m) in compiled), None)
-    return [m for m in compiled.values() if type(m) is type(own)]
+            compiled[id(m)] = m, compiled_options(m if called[0] is not None else called[1])
+    own, options = next((compiled[id(m)] for m in running if id(m) in compiled), (None, None))
+    sharing = [m for m, theirs in compiled.values() if theirs == options]
+    alike = [m for m in sharing if type(m) is type(own)]
+    return alike, [] if own is None else [m for m in sharing if type(m) is not type(own)]
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module:
+    """What ``torch.compile(module)`` was given; others may have attributes of the same name."""
+    return module._orig_mod if isinstance(module, _OptimizedModule) else module
 
 
 def _first_argument(frame: Any) -> Any:
