@@ -122,17 +122,19 @@ def test_layers_with_other_options_do_not_share():
         limits.append(compiled_session(model.blocks[0]).ledger.limit)
 
 
-@pytest.mark.parametrize("share", [None, 0.7])
-def test_regions_as_accelerate_compiles_them(share):
+@pytest.mark.parametrize("mode", ["exact", "compiled"])
+def test_regions_as_accelerate_compiles_them(mode):
     """Layers one by one, and all other modules by themselves, in a copy of the model."""
     utils = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
 
     def run(budget):
         torch._dynamo.reset()
-        given = {"budget": budget, "seconds": 1}
+        given = {"budget": budget, "seconds": 1, "mode": mode}
         model = utils.compile_regions(Headed(), backend="tightship", options=given)
         found = gradients(model)
-        assert all(map(torch.equal, found, gradients(Headed())))
+        close = 0 if mode == "exact" else 1e-4
+        expected = gradients(Headed())
+        assert all(torch.allclose(a, b, rtol=close, atol=close) for a, b in zip(found, expected, strict=True))
         first = model.blocks[0]
         ledger = compiled_session(first).ledger
         assert len(ledger.entries) == LAYERS + 1
@@ -140,9 +142,8 @@ def test_regions_as_accelerate_compiles_them(share):
         return ledger.limit
 
     limit = run("100%")
-    if share is not None:
-        run(int(share * limit))
-        run("80%")
+    run("85%")
+    run(int((0.8 if mode == "exact" else 1.5) * limit))  # of bytes, layers that come first take half if they can
 
 
 class Headed(Model):

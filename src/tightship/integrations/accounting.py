@@ -69,19 +69,19 @@ class Entry:
 class Ahead:
     """Calls of the same code that are to follow before the first backward pass: ``count`` of them, with ``static``
     bytes of parameters and buffers that nobody has counted yet. ``elsewhere``: what they save is not kept;
-    ``others``: modules of other classes are compiled beside them, with so many bytes of ``gradients``."""
+    ``others``: modules of other classes are compiled beside them, which take so many bytes ``beside``, of a budget in
+    bytes: a percentage grows with them."""
 
     count: int = 0
     static: int = 0
     elsewhere: bool = False
     others: bool = False
-    gradients: int = 0
+    beside: int = 0
 
     def part(self, room: int, need: int, rest: int, gradients: int) -> tuple[int, int]:
         """Of ``room`` bytes for a graph and those ahead: the most for one of them, which needs ``need`` if it keeps
         everything, and how many of ``rest`` may stay between its passes. While the last of them runs, the others are
         between theirs; while the first does, the others have handed out their ``gradients``."""
-        room -= self.gradients
         if self.elsewhere:  # while one in between runs, some have done the one, and some the other
             return max(room - self.count * max(rest, gradients), 0), rest
         most = max(min(need, room - self.count * gradients), 0)
@@ -333,6 +333,7 @@ class Ledger:
                 peak = self._peak(earlier, own, shared, beside, training)
                 limit = max(limit, self.budget.resolve(peak, static=shared))
         rests = sum(e.rest for e in earlier) if beside else 0
+        rests += ahead.beside
         return limit - shared - rests - (self._others([*earlier, *own]) if training else 0)
 
     def _others(self, rows: Sequence[Entry]) -> int:

@@ -99,7 +99,10 @@ class Compilation:
         try:
             run, planned = compile_within(gm, inputs, options, arena, shares)
         except Infeasible as no:
-            raise self._advised(no, later, ahead) from None
+            if not (shares.followed and not later if shares.percent else ahead.others):
+                raise self._advised(no, later, ahead) from None
+            shares = replace(shares, deferred=True)
+            run, planned = compile_within(gm, inputs, options, arena, shares)
         session.graphs.append(planned)
         if self.graph_break is not None:
             planned.notes.append(
@@ -336,21 +339,24 @@ class Compilation:
         left = max(len(modules), self.options.calls) - 1 - self.place[1]
         if left <= 0 and not others:
             return Ahead()
+        new, elsewhere = self._uncounted(modules), compat_capture.saving_hooks(traced=True)
+        return Ahead(max(left, 0), new, elsewhere, bool(others), self._taken_by(others))
+
+    def _uncounted(self, modules: Sequence[torch.nn.Module]) -> int:
+        """Bytes of parameters and buffers of other modules that nobody has counted."""
         own = compat_distributed.storage_sizes(map(compat_dynamo.example_of, self.placeholders))
         theirs = compat_distributed.storage_sizes(
-            t for m in (*modules, *others) for t in itertools.chain(m.parameters(), m.buffers())
+            t for m in modules for t in itertools.chain(m.parameters(), m.buffers())
         )
-        new = self.session.ledger.uncounted({k: n for k, n in theirs.items() if k not in own})
-        elsewhere = compat_capture.saving_hooks(traced=True)
-        return Ahead(max(left, 0), new, elsewhere, bool(others), self._gradients_of(others))
+        return self.session.ledger.uncounted({k: n for k, n in theirs.items() if k not in own})
 
-    def _gradients_of(self, others: Sequence[torch.nn.Module]) -> int:
-        """Bytes of what the gradients of other modules take of a budget in bytes: a percentage grows with them."""
-        budget = self.session.ledger.budget
-        if budget is None or budget.bytes is None or self.session.ledger.accumulate:
+    def _taken_by(self, others: Sequence[torch.nn.Module]) -> int:
+        """Bytes that parameters, buffers and gradients of other modules take of a budget in bytes."""
+        ledger = self.session.ledger
+        if ledger.budget is None or ledger.budget.bytes is None:
             return 0
-        trained = (p for m in others for p in m.parameters() if p.requires_grad)
-        return sum(compat_distributed.storage_sizes(trained).values())
+        trained = (p for m in others for p in m.parameters() if p.requires_grad and not ledger.accumulate)
+        return self._uncounted(others) + sum(compat_distributed.storage_sizes(trained).values())
 
     def _advised(self, no: Infeasible, later: bool, ahead: Ahead = Ahead()) -> Infeasible:  # noqa: B008
         """``no`` with what else of the budget is taken; ``later``: whether the budget was resolved before."""

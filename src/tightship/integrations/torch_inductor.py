@@ -64,7 +64,8 @@ _NUMBERS: Final = (
 class Shares:
     """A graph's part of the budget. ``storages``: the identities and bytes of the caller's tensors, of so many bytes
     in all; ``last``: no other graph follows; ``ahead``: calls of it that do; ``passed_on``: bytes of its gradients
-    that an earlier graph's backward pass begins with."""
+    that an earlier graph's backward pass begins with; ``deferred``: a percentage of the graphs so far, or half
+    of what is left in bytes, is too little for it: whether all meet the budget is known when the others are."""
 
     ledger: Ledger
     place: Place
@@ -72,6 +73,7 @@ class Shares:
     last: bool
     ahead: Ahead = Ahead()  # noqa: RUF009
     passed_on: int = 0
+    deferred: bool = False
     entry: Entry | None = None
     static: int = 0
 
@@ -83,7 +85,17 @@ class Shares:
             self.ledger.accumulate,
             self.ledger.step is None,
             self.ahead,
+            self.deferred,
         )
+
+    @property
+    def followed(self) -> bool:
+        """Whether other graphs, or calls of this one, are known to follow."""
+        return bool(self.ahead.count) or self.ahead.others or not self.last
+
+    @property
+    def percent(self) -> bool:
+        return self.ledger.budget is not None and self.ledger.budget.bytes is None
 
     def limit(self, static: int, need: int) -> int | None:
         """The most bytes for a forward pass alone, of ``static`` bytes of inputs, that needs ``need`` beyond them;
@@ -104,6 +116,10 @@ class Shares:
             self.place, self.static, need, training=True, results=u.handed[0] if self.last else 0,
             gradients=gradients, parameters=gradients, rest=rest, ahead=self.ahead,
         )  # fmt: skip
+        if room is not None and self.deferred and self.percent:
+            return u.static + max(room, need), None
+        if room is not None and self.ahead.others and not self.deferred and not self.percent:
+            room //= 2  # others follow, and nobody knows what they need
         if room is None or not self.ahead.count:
             return None if room is None else max(u.static + room, 0), None
         most, rest = self.ahead.part(room, need, rest, gradients)
@@ -131,8 +147,8 @@ class Shares:
             parameters=self._stay(replay.handed[-1]) if training else 0,
         )
         elsewhere = training and self.ahead.elsewhere
-        follow = bool(self.ahead.count) or self.ahead.others or not self.last
-        self.ledger.enter(self.place, self.entry.elsewhere() if elsewhere else self.entry, follow=follow)
+        entry = self.entry.elsewhere() if elsewhere else self.entry
+        self.ledger.enter(self.place, entry, follow=self.followed)
 
     def ends(self, saved: Sequence[Any]) -> None:
         """The backward pass begins, for which these tensors were made and saved."""
