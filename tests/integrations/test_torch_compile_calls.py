@@ -143,7 +143,9 @@ def test_regions_as_accelerate_compiles_them(mode):
 
     limit = run("100%")
     run("85%")
-    run(int((0.8 if mode == "exact" else 1.5) * limit))  # of bytes, layers that come first take half if they can
+    run(
+        int((0.8 if mode == "exact" else 1.5) * limit)
+    )  # of bytes, layers that come first take half if they can
 
 
 class Headed(Model):
