@@ -291,12 +291,15 @@ class Ledger:
         return training or known
 
     def resolved_before(self, place: Place, training: bool) -> bool:
-        """Whether the budget is a percentage of something that came before this graph."""
+        """Whether the budget is a percentage of something that came before this graph: what did not fit once does not
+        fit because it comes again, larger; what ran may be followed by others at its place before the first backward
+        pass."""
         share = self._share(training)
-        return self.budget is not None and self.budget.bytes is None and share.limit is not None and (
-            self._settled
-            or (not training and (share is self._training or place in share.places))
-        )  # fmt: skip
+        if self.budget is None or self.budget.bytes is not None or share.limit is None:
+            return False
+        if training:
+            return self._settled or (place in share.places and place not in self.entries)
+        return self._settled or share is self._training or place in share.places
 
     def available(
         self,
@@ -389,8 +392,9 @@ class Ledger:
         self.entries[place] = entry if before is None else _larger(before, entry)
         if not follow or self._settled or self.budget is None or self.budget.bytes is not None:
             self._check_step(entry)
-        rows = [*self._earlier(place, current), entry] if current else list(self.entries.values())
-        self._check(rows)
+        rows = self._earlier(place, current) if current else [e for p, e in self.entries.items() if p != place]
+        order = list(self.entries).index(place)  # not the most of all kinds of it: no kind takes that
+        self._check([*rows[:order], entry, *rows[order:]])
 
     def _check(self, rows: Sequence[Entry]) -> None:
         """Raise ``Infeasible`` where graphs need more than a budget in bytes, or than a percentage came to."""
