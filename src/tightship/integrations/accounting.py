@@ -12,6 +12,7 @@ share their code. Each such call counts as a graph of its own.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,71 +22,21 @@ from tightship.errors import Infeasible
 from tightship.execute import allocator
 from tightship.frontends.torch.compat_ddp import Buckets
 from tightship.graph import aligned
+from tightship.integrations.graph_entries import (
+    Ahead,
+    Entry,
+    Part,
+    Place,
+    divide,
+    larger,
+    name_of,
+    rests,
+    top_of,
+)
 from tightship.integrations.optimizer_memory import StepMemory
 from tightship.units import Budget, format_bytes
 
-__all__ = ["Entry", "Ledger", "StepBytes"]
-
-
-Place = tuple[int, int]
-"""Where a graph is called: the number of its Python frame, and how many calls of that frame's graphs are then between
-their two passes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What one graph takes, in bytes. ``static``: the caller's tensors no earlier graph has counted.
-    ``dynamic``: the most it needs beyond its inputs while it runs, ``forward`` while its forward pass does. ``rest``:
-    what stays between its two passes. ``gradients``: what it hands out in the backward pass, ``results``: in the
-    forward pass, if no other graph follows. ``unplanned_*`` are the same if everything was kept. ``beside``: earlier
-    graphs may be between their two passes meanwhile. ``place``: where it was planned. ``handed``: what stays between
-    its passes where what it saves is not kept (`elsewhere`): its results. ``parameters``: gradients of those alone,
-    which other calls of it hand out."""
-
-    static: int
-    dynamic: int
-    rest: int
-    gradients: int
-    unplanned: int
-    unplanned_rest: int
-    results: int = 0
-    forward: int = 0
-    beside: bool = True
-    place: Place = (-1, 0)
-    handed: int = 0
-    parameters: int = 0
-
-    def elsewhere(self) -> Entry:
-        """The same under hooks that take over what is saved: a checkpoint's, which has it computed again, or those
-        that move it away."""
-        return replace(self, rest=self.handed, unplanned_rest=self.handed)
-
-    @property
-    def training(self) -> bool:
-        return bool(self.gradients or self.unplanned_rest)
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """Calls of the same code that are to follow before the first backward pass: ``count`` of them, with ``static``
-    bytes of parameters and buffers that nobody has counted yet. ``elsewhere``: what they save is not kept;
-    ``others``: modules of other classes are compiled beside them, which take so many bytes ``beside``, of a budget in
-    bytes: a percentage grows with them."""
-
-    count: int = 0
-    static: int = 0
-    elsewhere: bool = False
-    others: bool = False
-    beside: int = 0
-
-    def part(self, room: int, need: int, rest: int, gradients: int) -> tuple[int, int]:
-        """Of ``room`` bytes for a graph and those ahead: the most for one of them, which needs ``need`` if it keeps
-        everything, and how many of ``rest`` may stay between its passes. While the last of them runs, the others are
-        between theirs; while the first does, the others have handed out their ``gradients``."""
-        if self.elsewhere:  # while one in between runs, some have done the one, and some the other
-            return max(room - self.count * max(rest, gradients), 0), rest
-        most = max(min(need, room - self.count * gradients), 0)
-        return most, min(max(room - most, 0) // max(self.count, 1), rest)
+__all__ = ["Ledger", "StepBytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +100,8 @@ class Ledger:
     _evaluation: _Share = field(default_factory=_Share)
     _settled: bool = False
     _unmet: Infeasible | None = None  # why the graphs of the first step do not meet a percentage
+    _rows: dict[Place, Entry] = field(default_factory=dict)  # of the first step, as far as planned again
+    _parts: dict[Place, Part] = field(default_factory=dict)  # what they may take of the budget
     _buckets: int = 0
     _most: int = 0  # bytes in use since `begin_step`, gradients included that were there already
 
@@ -195,7 +148,7 @@ class Ledger:
                 self._again(place, now, storages)
             known.append(entry)
         if place != entry.place:
-            now = replace(now, static=self.entries[place].static, place=place, gradients=now.parameters)
+            now = _at(place, now, self.entries[place].static)
         if backward is None or place not in self._current:
             self._current[place] = now
         entry = self._current[place]
@@ -218,7 +171,7 @@ class Ledger:
         """A graph is called at another place than it was planned at."""
         known = self.entries.get(place)
         static = self.new_static(place, storages()) if known is None else known.static
-        entry = replace(entry, static=static, place=place, gradients=entry.parameters)
+        entry = _at(place, entry, static)
         self.available(
             place, static, entry.unplanned, training=entry.training, results=entry.results,
             gradients=entry.gradients, parameters=entry.parameters,
@@ -235,7 +188,7 @@ class Ledger:
         assert self.step is not None
         there = self.step.existing_gradients()
         rows = [*self._earlier(place, current=True), entry]
-        need = sum(e.static for e in rows) + _rests(rows, -1) + there
+        need = sum(e.static for e in rows) + rests(rows, -1) + there
         need += entry.dynamic if backward else entry.forward
         limit, self._most = self.limit, max(self._most, need)
         if there and limit is not None and need > limit:
@@ -279,10 +232,52 @@ class Ledger:
             try:
                 self._check_step(rows[-1])
                 self._check(rows)
+                self._divide({e.place: e for e in rows})
             except Infeasible as no:
                 self._unmet = no
         if self._unmet is not None:
             raise copy.copy(self._unmet).with_traceback(None)
+
+    def _divide(self, rows: dict[Place, Entry]) -> None:
+        if (limit := self.limit) is not None:
+            parts = divide(list(rows.values()), limit - self._others(list(rows.values())))
+            self._rows, self._parts = rows, dict(zip(rows, parts, strict=True))
+
+    @property
+    def settled(self) -> bool:
+        """Whether all graphs of the first training step are known."""
+        return self._settled
+
+    def part(self, place: Place, entry: Entry | None = None) -> Part | None:
+        """What the graph at ``place`` may take, once all are known; of what takes ``entry``, wherever that ran."""
+        places = (
+            [p for p, known in self._known.items() if any(entry is e for e in known)] if entry else [place]
+        )
+        parts = [self._parts[p] for p in places if p in self._parts]
+        return Part(min(p.most for p in parts), min(p.rest for p in parts)) if parts else None
+
+    def waits(self, entry: Entry) -> bool:
+        """Whether a call of the graph that takes ``entry`` is between its two passes."""
+        return any(c.entry is entry and c.waits() for c in self._calls)
+
+    def renew(self, old: Entry, new: Entry) -> bool:
+        """Takes note that the graph that took ``old`` takes ``new``, wherever it runs; whether that fits."""
+        entries, renewed = dict(self.entries), {}
+        for place, known in self._known.items():
+            if any(e is old for e in known):
+                renewed[place] = [new if e is old else e for e in known]
+                static = self.entries[place].static
+                entries[place] = functools.reduce(larger, (_at(place, e, static) for e in renewed[place]))
+        try:
+            self._check(list(entries.values()))
+        except Infeasible:
+            return False
+        self.entries = entries
+        self._known.update(renewed)
+        final = replace(new, unplanned=new.dynamic, unplanned_rest=new.rest)
+        rows = {p: _at(p, final, e.static) if p in renewed else e for p, e in self._rows.items()}
+        self._divide(rows)
+        return True
 
     def binding(self, training: bool) -> bool:
         """Whether the budget in bytes is known to be meant for such a graph: not where a percentage is of a training
@@ -313,7 +308,7 @@ class Ledger:
         gradients: int = 0,
         parameters: int = 0,
         rest: int = 0,
-        ahead: Ahead = Ahead(),
+        ahead: Ahead = Ahead(),  # noqa: B008
     ) -> int | None:
         """Bytes this graph may use beyond its static set; None without a budget.
 
@@ -389,10 +384,12 @@ class Ledger:
         """Takes note of what a graph takes; ``follow``: others are known to, in the first step. Raises ``Infeasible``
         if the gradients it hands out leave an earlier graph's backward pass too little."""
         before = self.entries.get(place)
-        self.entries[place] = entry if before is None else _larger(before, entry)
+        self.entries[place] = entry if before is None else larger(before, entry)
         if not follow or self._settled or self.budget is None or self.budget.bytes is not None:
             self._check_step(entry)
-        rows = self._earlier(place, current) if current else [e for p, e in self.entries.items() if p != place]
+        rows = (
+            self._earlier(place, current) if current else [e for p, e in self.entries.items() if p != place]
+        )
         order = list(self.entries).index(place)  # not the most of all kinds of it: no kind takes that
         self._check([*rows[:order], entry, *rows[order:]])
 
@@ -404,11 +401,11 @@ class Ledger:
         if limit is None:
             return
         for k, e in enumerate(rows):
-            need = static + _rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
+            need = static + rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             if need > limit:
                 raise Infeasible(
-                    budget=limit, lower_bound=static, best_peak=need, at=f"a pass of {_name(rows, k)}",
-                    top=_top(rows, k, static), advice=(_CALLED_AGAIN,) if e.place[1] else (),
+                    budget=limit, lower_bound=static, best_peak=need, at=f"a pass of {name_of(rows, k)}",
+                    top=top_of(rows, k, static), advice=(_CALLED_AGAIN,) if e.place[1] else (),
                 )  # fmt: skip
 
     def _beside_static(self, results: int = 0) -> int:
@@ -475,7 +472,7 @@ class Ledger:
         ]
         static = sum(e.static for e in rows)
         peak = max((
-            _rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
+            rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             for k, e in enumerate(rows)
         ), default=0)  # fmt: skip
         return max(static + peak, self._most, self.step_peak(current=True))
@@ -519,36 +516,11 @@ class Ledger:
         return share.limit
 
 
-def _rests(rows: Sequence[Entry], k: int) -> int:
-    """Bytes of what earlier graphs keep between their passes while the ``k``-th of them runs."""
-    return sum(r.rest for r in rows[:k]) if rows[k].beside else 0
-
-
-def _name(rows: Sequence[Entry], k: int) -> str:
-    frame, before = rows[k].place
-    return f"graph {frame}" + (f", call {before + 1} of it" if before else "")
-
-
-def _top(rows: Sequence[Entry], k: int, static: int) -> list[tuple[str, int, str]]:
-    """What else there is while the ``k``-th of the graphs runs, for people."""
-    kept: dict[int, list[int]] = {}
-    for r in rows[:k] if rows[k].beside else ():
-        kept.setdefault(r.place[0], []).append(r.rest)
-    found = [
-        (f"kept by graph {frame}" + (f", {len(sizes)} calls of it" if len(sizes) > 1 else ""), sum(sizes), "")
-        for frame, sizes in kept.items()
-    ]
-    found += [(f"gradients of {_name(rows, n)}", rows[n].gradients, "") for n in range(k + 1, len(rows))]
-    found += [
-        (f"what {_name(rows, k)} makes", rows[k].dynamic, ""),
-        ("parameters, buffers and batch", static, ""),
-    ]
-    return sorted((row for row in found if row[1]), key=lambda row: -row[1])
-
-
-def _larger(a: Entry, b: Entry) -> Entry:
-    pairs = ((getattr(a, n), getattr(b, n)) for n in Entry.__slots__)
-    return Entry(*(max(p) for p in pairs))
+def _at(place: Place, entry: Entry, static: int) -> Entry:
+    """``entry`` where it runs, with so many bytes of inputs there."""
+    if place == entry.place:
+        return entry
+    return replace(entry, static=static, place=place, gradients=entry.parameters)
 
 
 @dataclass

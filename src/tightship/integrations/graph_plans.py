@@ -9,9 +9,10 @@ from typing import Protocol
 from tightship.errors import Infeasible
 from tightship.execute.heap import faster_on_heap, plan_on_heap
 from tightship.graph import Graph
-from tightship.integrations.accounting import Ahead, Ledger, Place
+from tightship.integrations.accounting import Ledger
+from tightship.integrations.graph_entries import Ahead, Part, Place
 from tightship.integrations.torch_inductor import CompiledGraph
-from tightship.integrations.torch_partition import CompileOptions, Cut, FrameArena, PlannedGraph
+from tightship.integrations.torch_partition import CompileOptions, FrameArena, PlannedGraph
 from tightship.plan import Plan
 from tightship.planners.default import Options as PlannerOptions
 from tightship.planners.default import plan as default_plan
@@ -108,18 +109,45 @@ class GraphPlans:
         except Infeasible:
             return self.within(graph, static + peak)
 
-    def resting(self, graph: Graph, plan: Plan, where: Cut, static: int, whole: Whole) -> Plan:
-        """``plan``; or, where others follow that share a percentage and less would be left of it than if everything
-        was kept, one that keeps less between its passes."""
-        if not self.followed or whole.boundary < 0 or plan.budget is None:
-            return plan
-        rest = self.session.ledger.share_of(self.place, static, whole.rest)
-        if rest is None or where.resident - graph.static_bytes <= rest:
-            return plan
+    def first(self, graph: Graph, room: int | None, static: int, whole: Whole) -> Plan | None:
+        """The plan of a first training step in which others share the budget and nobody knows yet what they need: it
+        takes half of what it would, if that will do, and keeps as little as it can between its passes, if others
+        follow. It is made `again` when all are known. None where everything can be kept, or nothing is found."""
+        ledger, budget = self.session.ledger, self.session.ledger.budget
+        if budget is None or room is None or whole.boundary < 0 or ledger.settled:
+            return None
+        if not self.followed and not ledger.others_train(self.place):
+            return None
+        need = whole.need
+        if (share := ledger.share_of(self.place, static, whole.rest)) is not None:
+            if share >= whole.rest:
+                return None
+        elif need <= room // 4:
+            return None
+        else:
+            need = min(need, room)
+        rest = min(whole.handed, whole.rest) if self.followed else whole.rest
+        limit = graph.static_bytes + need
+        most = graph.static_bytes + need // 2
+        for _ in range(4):
+            try:
+                return self.within(graph, most, _Held(whole.boundary, rest))
+            except Infeasible as no:
+                rest += no.best_peak - most if most == limit else 0
+                most = min(no.best_peak, limit)
+        return None
+
+    def again(self, graph: Graph, part: Part | None, room: int | None, whole: Whole) -> Plan | None:
+        """A plan within its ``part`` of the budget, once all graphs are known, with at most ``room`` bytes beyond its
+        inputs; None where there is none."""
+        if part is None or whole.boundary < 0:
+            return None
+        limit = graph.static_bytes + (part.most if room is None else min(part.most, room))
+        held = None if part.rest >= whole.rest else _Held(whole.boundary, part.rest)
         try:
-            return self.within(graph, plan.budget, _Held(whole.boundary, rest))
+            return self.within(graph, limit, held)
         except Infeasible:
-            return plan
+            return None
 
     def halved(self, graph: Graph, free: int | None, training: bool) -> Plan:
         """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and
@@ -186,6 +214,8 @@ class GraphPlans:
         rest = ledger.share_of(self.place, static, whole.rest)
         if rest is None or (not self.followed and not ledger.others_train(self.place)):
             return None
+        if whole.boundary < 0:
+            return None if ledger.settled else self.within(graph, least)
         limit = graph.static_bytes + whole.need
         for most in (least, limit, limit):
             try:

@@ -6,7 +6,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tightship.frontends.torch import (
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph
-from tightship.integrations.accounting import Ahead, Entry, Place
+from tightship.integrations.graph_entries import Ahead, Entry
 from tightship.integrations.graph_plans import GraphPlans, Owner, Whole
 from tightship.integrations.torch_inductor import Shares, compile_within
 from tightship.integrations.torch_partition import (
@@ -60,6 +60,16 @@ _REENTRANT = (
 )
 
 
+@dataclass(frozen=True)
+class _First:
+    """What is known of a graph whose first plan is to be made again: bytes that no earlier graph has counted, and of
+    what it saves, the storages that PyTorch does not look at for changes."""
+
+    static: int
+    whole: Whole
+    unchecked: frozenset[int] = frozenset()
+
+
 class Compilation:
     """One graph: joint graph -> program -> plan -> two functions."""
 
@@ -68,9 +78,11 @@ class Compilation:
         self.frame, self.name = compat_dynamo.frame()
         self.place = session.ledger.place(self.frame)
         self.graph_break = compat_dynamo.graph_break(gm)
+        self.followed = self.graph_break is not None or compat_dynamo.inner()  # as far as is known
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.planned: PlannedGraph | None = None
         self.entry: Entry | None = None
+        self.first: _First | None = None  # where it is to be planned again
         self.cast = ""  # a parameter that autocast casts
         self.began = time.perf_counter()
         self.tangents: dict[int, tuple[int, ...]] = {}  # strides of its results' gradients
@@ -141,14 +153,13 @@ class Compilation:
     def backward(self, _gm: Any, _inputs: Any) -> Any:
         assert self.planned is not None
         compat_compile.never_donates()
-        planned, run = self.planned, self.planned.backward
-        ledger, entry = self.session.ledger, self.entry
-        assert entry is not None
+        planned, run, ledger = self.planned, self.planned.backward, self.session.ledger
 
         def backward(args: list[Any]) -> list[Any]:
+            assert self.entry is not None
             with planned.running(backward=True):
                 ledger.settle()
-                ledger.begin(entry, dict, backward=planned.mark(args))
+                ledger.begin(self.entry, dict, backward=planned.mark(args))
                 return run(args)
 
         return self._function(backward)
@@ -160,10 +171,13 @@ class Compilation:
         return self._forward(planned)
 
     def _forward(self, planned: PlannedGraph) -> Callable[[list[Any]], Any]:
-        assert self.entry is not None
-        ledger, entry = self.session.ledger, self.entry
+        ledger = self.session.ledger
 
         def forward(args: list[Any]) -> list[Any]:
+            assert self.entry is not None
+            if self.first is not None and ledger.settled and not ledger.waits(self.entry):
+                self._plan_again(planned, self.first)
+            entry = self.entry
             with planned.running():
                 elsewhere = compat_capture.saving_hooks()
                 place = ledger.begin(entry, lambda: self._given(args), elsewhere=elsewhere)
@@ -232,7 +246,9 @@ class Compilation:
         program = replace(program, notes=tuple(n for n in program.notes if "(tangents" not in n))
         program = pinned(joint, program)
         plan, where = self._within_budget(joint, program)
-        values = sorted((*where.saved, *where.made), key=lambda v: _unchecked(joint, program, v))
+        unchecked = _unchecked(joint)
+        values = _saved(program, where, unchecked)
+        self.first = self.first and replace(self.first, unchecked=unchecked)
         frame_arena = self.session.arenas.setdefault(self.frame, FrameArena())
         planned = PlannedGraph(
             replace(joint, nodes={}),
@@ -262,7 +278,7 @@ class Compilation:
         later = ledger.resolved_before(self.place, training)
         ahead = self._ahead() if training else Ahead()
         kept, handed = _kept(joint, program), _results(joint, graph)
-        plans = GraphPlans(self.session, self.place, self.graph_break is not None or ahead.others, self.began)
+        plans = GraphPlans(self.session, self.place, self.followed or ahead.others, self.began)
         whole = Whole(
             -1 if joint.boundary is None else joint.boundary, need,
             kept, handed, handed if ahead.elsewhere else kept, *self._gradients(joint, graph),
@@ -270,11 +286,7 @@ class Compilation:
 
         def entered(plan: Plan, *, current: bool = False) -> tuple[Plan, Cut]:
             where = cut(joint, program, plan)
-            last = self.graph_break is None
-            self.entry = _entry(
-                program.graph, plan, where, static, whole, last=last, accumulate=ledger.accumulate,
-                beside=ledger.beside_earlier(self.place, training), place=self.place,
-            )  # fmt: skip
+            self.entry = self._entry(graph, plan, where, static, whole)
             entry = self.entry.elsewhere() if ahead.elsewhere else self.entry
             follow = bool(ahead.count) or ahead.others or self.graph_break is not None
             ledger.enter(self.place, entry, current=current, follow=follow)
@@ -292,8 +304,15 @@ class Compilation:
             room = free(False, ahead)
             if ahead.count and room is not None:
                 return entered(plans.repeated(graph, room, whole, ahead))
-            plan = plans.halved(graph, room, training)
-            return entered(plans.resting(graph, plan, cut(joint, program, plan), static, whole))
+            if not ahead.elsewhere and (found := plans.first(graph, room, static, whole)) is not None:
+                self.first = _First(static, whole)
+                return entered(found)
+            if (
+                plans.followed
+                and (found := plans.again(graph, ledger.part(self.place), room, whole)) is not None
+            ):
+                return entered(found)
+            return entered(plans.halved(graph, room, training))
         except Infeasible as no:
             if not ledger.binding(training):
                 plan = plans.within(graph, None)
@@ -301,13 +320,49 @@ class Compilation:
             rest = None if ahead.count else free(True)
             if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
                 return entered(plans.within(graph, graph.static_bytes + rest), current=True)
-            if (
-                training
-                and not later
-                and (found := plans.deferred(graph, static, whole, no.best_peak)) is not None
-            ):
+            found = None if later and training else plans.deferred(graph, static, whole, no.best_peak)
+            if found is not None:
                 return entered(found)
             raise self._advised(no, later, ahead) from None
+
+    def _entry(self, graph: Graph, plan: Plan, where: Cut, static: int, whole: Whole) -> Entry:
+        ledger = self.session.ledger
+        return Entry(
+            static=static,
+            dynamic=plan.peak - graph.static_bytes,
+            rest=where.resident - graph.static_bytes,
+            gradients=0 if ledger.accumulate else whole.gradients,
+            unplanned=whole.need,
+            unplanned_rest=whole.kept,
+            results=whole.handed if self.graph_break is None else 0,
+            handed=whole.handed,
+            parameters=0 if ledger.accumulate else whole.parameters,
+            forward=where.peaks[0] - graph.static_bytes,
+            beside=ledger.beside_earlier(self.place, whole.boundary >= 0),
+            place=self.place,
+        )
+
+    def _plan_again(self, planned: PlannedGraph, first: _First) -> None:
+        """Within its part of the budget, now that all graphs of a training step are known."""
+        self.first, ledger, program, old = None, self.session.ledger, planned.program, self.entry
+        assert old is not None
+        graph = program.graph
+        plans = GraphPlans(self.session, self.place, self.followed, time.perf_counter())
+        plan = plans.again(graph, ledger.part(self.place, old), None, first.whole)
+        if plan is None:
+            return
+        where = planned.cut(plan)
+        new = self._entry(graph, plan, where, first.static, first.whole)
+        saved = _saved(program, where, first.unchecked)
+        apart = [
+            sum(graph.values[v].storage in first.unchecked for v in values)
+            for values in (saved, planned.saved)
+        ]
+        if apart[0] == apart[1] and ledger.renew(old, new):  # PyTorch knows how many those are
+            self.entry = new
+            planned.replace(plan, where, saved)
+            if self.options.on_plan is not None:
+                self.options.on_plan(planned)
 
     def _gradients(self, joint: Joint, graph: Graph) -> tuple[int, int]:
         """Bytes of the gradients that the backward pass hands out and that stay, others being what an earlier graph's
@@ -379,43 +434,20 @@ def _kept(joint: Joint, program: Program) -> int:
     return (line.resident[at - 1] if at else graph.static_bytes) - graph.static_bytes
 
 
-def _entry(
-    graph: Graph,
-    plan: Plan,
-    where: Cut,
-    static: int,
-    whole: Whole,
-    *,
-    last: bool,
-    accumulate: bool,
-    beside: bool,
-    place: Place,
-) -> Entry:
-    return Entry(
-        static=static,
-        dynamic=plan.peak - graph.static_bytes,
-        rest=where.resident - graph.static_bytes,
-        gradients=0 if accumulate else whole.gradients,
-        unplanned=whole.need,
-        unplanned_rest=whole.kept,
-        results=whole.handed if last else 0,
-        handed=whole.handed,
-        parameters=0 if accumulate else whole.parameters,
-        forward=where.peaks[0] - graph.static_bytes,
-        beside=beside,
-        place=place,
-    )
-
-
 def _results(joint: Joint, graph: Graph) -> int:
     """Bytes that the forward pass hands out."""
     handed = {graph.values[r.value].storage for r in joint.forward if isinstance(r, Ref)} - graph.static
     return sum(graph.storages[s].size for s in handed)
 
 
-def _unchecked(joint: Joint, program: Program, value: int) -> bool:
-    nodes = joint.nodes.get(program.graph.values[value].storage)
-    return nodes is not None and compat_compile.unchecked_saving(nodes[0])
+def _unchecked(joint: Joint) -> frozenset[int]:
+    """Storages that PyTorch saves without looking for later changes."""
+    return frozenset(s for s, nodes in joint.nodes.items() if compat_compile.unchecked_saving(nodes[0]))
+
+
+def _saved(program: Program, where: Cut, unchecked: frozenset[int]) -> list[int]:
+    """What is saved between the passes, what is not looked at for changes last."""
+    return sorted((*where.saved, *where.made), key=lambda v: program.graph.values[v].storage in unchecked)
 
 
 def _readable(source: str) -> str:

@@ -40,7 +40,8 @@ from tightship.frontends.torch import (
 )
 from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, Outdated, Pair
 from tightship.graph import aligned, alignment_of
-from tightship.integrations.accounting import Ahead, Entry, Ledger, Place
+from tightship.integrations.accounting import Ledger
+from tightship.integrations.graph_entries import Ahead, Entry, Place
 from tightship.integrations.torch_inductor_search import Search
 from tightship.integrations.torch_partition import (
     NOT_HELD,
@@ -101,7 +102,8 @@ class Shares:
         """The most bytes for a forward pass alone, of ``static`` bytes of inputs, that needs ``need`` beyond them;
         None without a budget."""
         self.static = self.ledger.new_static(self.place, self.storages(static))
-        if not self.ledger.binding(training=False) and self.ledger.budget is not None:
+        later = not self.ledger.binding(training=False) or (self.deferred and self.percent)
+        if later and self.ledger.budget is not None:
             return None
         free = self.ledger.available(self.place, self.static, need, training=False)
         return None if free is None else max(static + free, 0)

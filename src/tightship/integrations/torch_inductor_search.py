@@ -22,7 +22,7 @@ from tightship.execute.compiled_search import CompiledSearch
 from tightship.frontends.torch import compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, between_blocks, fuse
 from tightship.frontends.torch.compat_inductor import Lowered, LowerPair, NotLowered, Pair
-from tightship.integrations.accounting import Ahead
+from tightship.integrations.graph_entries import Ahead
 from tightship.integrations.torch_partition import CompileOptions
 from tightship.plan import Plan
 

@@ -75,7 +75,9 @@ class CompileOptions:
         "run in eager, with a warning, what cannot be planned and what Dynamo leaves out of its graphs, instead of "
         "raising; by default unless strict",
     )
-    on_plan: Callable[[Any], object] | None = option(None, "function that is told of every planned graph")  # noqa: RUF009
+    on_plan: Callable[[Any], object] | None = option(
+        None, "function that is told of every planned graph, again when its plan is made anew"
+    )  # noqa: RUF009
     optimizer: Any = option(  # noqa: RUF009
         None,
         "the optimizer that steps the model's parameters, or a list of those that do: the budget is then of the "
@@ -354,14 +356,23 @@ class PlannedGraph(GraphRuns):
     ) -> None:  # fmt: skip
         super().__init__(name, device_of(program.graph) or "cpu", strict=strict)
         self.kind = "inference" if joint.boundary is None else "training"
+        self._joint, self._frame_arena, self._arena = joint, frame_arena, arena
+        self._first: RunStats | None = None
+        self._outputs: dict[int, Any] = {}
         self.program, self.plan = program, plan
-        self.notes += [*program.notes, *plan.notes]
-        self.saved = tuple(saved)
-        self._joint, self._frame_arena = joint, frame_arena
+        self.replace(plan, where, saved)
+
+    def replace(self, plan: Plan, where: Cut, saved: Sequence[int]) -> None:
+        """Runs as ``plan`` says from now on, which is cut at ``where`` and saves these values; no call may be between
+        its passes."""
+        program = self.program
+        others = [n for n in self.notes if n not in self.plan.notes]
+        self.plan, self.saved = plan, tuple(saved)
         self._build(where)
         requests = self.forward_pass.requests
-        self.notes += [] if requests else self.forward_pass.notes
-        self._placed = arena and requests is not None and requests.placed
+        passes = [] if requests else self.forward_pass.notes
+        self.notes[:] = dict.fromkeys([*program.notes, *plan.notes, *passes, *others])
+        self._placed = self._arena and requests is not None and requests.placed
         self._extent = requests.extent if requests is not None and self._placed else 0
         self._heap = None if requests is None else Arena(0, self._device)
         kept = {program.graph.values[v].storage for v in program.results}
@@ -370,8 +381,10 @@ class PlannedGraph(GraphRuns):
             if v in set(where.made) and program.graph.values[v].storage not in kept
         ]  # fmt: skip
         self._made = [k for k, v in enumerate(self.saved) if v in set(where.made)]
-        self._first: RunStats | None = None
-        self._outputs: dict[int, Any] = {}
+
+    def cut(self, plan: Plan) -> Cut:
+        """``plan`` between the two passes."""
+        return cut(self._joint, self.program, plan)
 
     @property
     def graph(self) -> Graph:

@@ -22,6 +22,7 @@ require_torch()
 
 from torch._dynamo import config as _dynamo_config  # noqa: E402
 from torch._dynamo import convert_frame as _convert_frame  # noqa: E402
+from torch._dynamo import eval_frame as _eval_frame  # noqa: E402
 from torch._dynamo import utils as _utils  # noqa: E402
 from torch._dynamo.eval_frame import OptimizedModule as _OptimizedModule  # noqa: E402
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as _entries  # noqa: E402
@@ -32,6 +33,8 @@ from torch._guards import CompileContext  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException  # noqa: E402
 from torch.fx import GraphModule, Node  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked_symbols  # noqa: E402
+
+_TORCH: Final = torch.__file__.rpartition("__init__")[0]
 
 
 def frame() -> tuple[int, str]:
@@ -126,14 +129,22 @@ Raised = Callable[[Any, BaseException], None]
 
 
 class _Compiling:
-    """The Python frame of the caller's that Dynamo compiles with the watched backend, in words."""
+    """The Python frame of the caller's that Dynamo compiles with the watched backend, in words; whether code of the
+    caller's that was to be compiled, too, calls it."""
 
     frame: str = ""
+    called: bool = False
 
 
 def python_frame() -> str:
     """Which Python frame is being compiled, in words, wherever its graph ends."""
     return _Compiling.frame
+
+
+def inner() -> bool:
+    """Whether the frame that is being compiled is called by other code that was to be compiled with it, where the
+    graph breaks: more graphs may follow."""
+    return _Compiling.called
 
 
 def watch_frames(backend: Any, skipped: Skipped, raised: Raised) -> None:
@@ -159,7 +170,11 @@ def watch_frames(backend: Any, skipped: Skipped, raised: Raised) -> None:
         before, broken = _utils.get_compilation_metrics()[-1:], _utils.counters["graph_break"].copy()
         graphs = _utils.counters["stats"]["unique_graphs"]
         # Each size is compiled anew in any case.
-        outer, _Compiling.frame = _Compiling.frame, f"the frame of {_where(frame.f_code)}"
+        outer = _Compiling.frame, _Compiling.called
+        _Compiling.frame, _Compiling.called = (
+            f"the frame of {_where(frame.f_code)}",
+            _called(sys._getframe(1)),
+        )
         try:
             with _dynamo_config.patch(automatic_dynamic_shapes=False), _scripts_left_out():
                 found = original(self, frame, cache_entry, state)
@@ -167,7 +182,7 @@ def watch_frames(backend: Any, skipped: Skipped, raised: Raised) -> None:
             raised(_first_argument(frame), error)
             raise
         finally:
-            _Compiling.frame = outer
+            _Compiling.frame, _Compiling.called = outer
         last = _utils.get_compilation_metrics()[-1:]
         why = last[0].fail_reason if last and last != before else None
         if _utils.counters["stats"]["unique_graphs"] > graphs:
@@ -209,6 +224,15 @@ def _scripts_left_out() -> Iterator[None]:
         yield
     finally:
         owner.call_function = original  # type: ignore[method-assign]
+
+
+def _called(caller: FrameType | None) -> bool:
+    """Whether code that is not torch's is between ``caller`` and what torch.compile put around it."""
+    found = False
+    while caller is not None and caller.f_code.co_filename != _eval_frame.__file__:
+        found = found or not caller.f_code.co_filename.startswith(_TORCH)
+        caller = caller.f_back
+    return found and caller is not None
 
 
 def _where(code: Any) -> str:
