@@ -77,7 +77,7 @@ class CompileOptions:
     )
     on_plan: Callable[[Any], object] | None = option(
         None, "function that is told of every planned graph, again when its plan is made anew"
-    )  # noqa: RUF009
+    )
     optimizer: Any = option(  # noqa: RUF009
         None,
         "the optimizer that steps the model's parameters, or a list of those that do: the budget is then of the "
