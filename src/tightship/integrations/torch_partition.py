@@ -75,7 +75,7 @@ class CompileOptions:
         "run in eager, with a warning, what cannot be planned and what Dynamo leaves out of its graphs, instead of "
         "raising; by default unless strict",
     )
-    on_plan: Callable[[Any], object] | None = option(
+    on_plan: Callable[[Any], object] | None = option(  # noqa: RUF009
         None, "function that is told of every planned graph, again when its plan is made anew"
     )
     optimizer: Any = option(  # noqa: RUF009
