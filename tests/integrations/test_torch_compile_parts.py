@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tightship.errors import Infeasible
 from tightship.integrations.accounting import StepBytes
 from tightship.integrations.graph_entries import Entry, divide
 from tightship.integrations.torch_compile import compiled_plans, compiled_session
@@ -96,6 +97,27 @@ def test_bytes_are_met_that_one_graph_alone_would_take():
     for same, limit, memory, _ in steps(whole * 6 // 10, False)[1:]:
         assert same
         assert memory.measured <= memory.planned <= limit == whole * 6 // 10
+
+
+def test_a_step_of_the_optimizer_that_is_too_much_is_said_behind_a_graph_without_gradients():
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+            self.register_buffer("seen", torch.zeros(64))
+
+        def forward(self, x):
+            loss = self.layer(x).square().mean()
+            print(end="")
+            self.seen += 1
+            return loss
+
+    model = Counted()
+    options = {"budget": "80%", "optimizer": torch.optim.Adam(model.parameters())}
+    call = torch.compile(model, backend="tightship", options=options)
+    with pytest.raises(Infeasible, match=r"optimizer\.step\(\)") as found:
+        call(torch.randn(2, 64)).backward()
+    assert "graph -" not in str(found.value)
 
 
 def test_everything_is_kept_where_there_is_room():

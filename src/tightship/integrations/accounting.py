@@ -230,7 +230,7 @@ class Ledger:
             self._settled = True
             rows = [self._current.get(p, e) for p, e in self.entries.items()]
             try:
-                self._check_step(rows[-1])
+                self._check_step(max(rows, key=lambda e: e.gradients))
                 self._check(rows)
                 self._divide({e.place: e for e in rows})
             except Infeasible as no:
@@ -401,6 +401,8 @@ class Ledger:
         if limit is None:
             return
         for k, e in enumerate(rows):
+            if e.place == _OPTIMIZER:
+                continue  # `_check_step` is about that
             need = static + rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             if need > limit:
                 raise Infeasible(
