@@ -12,7 +12,7 @@ from tightship.graph import Graph
 from tightship.integrations.accounting import Ledger
 from tightship.integrations.graph_entries import Ahead, Part, Place
 from tightship.integrations.torch_inductor import CompiledGraph
-from tightship.integrations.torch_partition import CompileOptions, FrameArena, PlannedGraph
+from tightship.integrations.torch_partition import CompileOptions, Cut, FrameArena, PlannedGraph
 from tightship.plan import Plan
 from tightship.planners.default import Options as PlannerOptions
 from tightship.planners.default import plan as default_plan
@@ -148,6 +148,20 @@ class GraphPlans:
             return self.within(graph, limit, held)
         except Infeasible:
             return None
+
+    def resting(self, graph: Graph, plan: Plan, where: Cut, static: int, whole: Whole) -> Plan:
+        """``plan``; or, where others follow to which it would leave less than if everything was kept, one that keeps
+        less between its passes."""
+        if not self.followed or whole.boundary < 0 or plan.budget is None:
+            return plan
+        share = self.session.ledger.share_of(self.place, static, whole.rest)
+        rest = whole.rest if share is None else share
+        if where.resident - graph.static_bytes <= rest:
+            return plan
+        try:
+            return self.within(graph, plan.budget, _Held(whole.boundary, rest))
+        except Infeasible:
+            return plan
 
     def halved(self, graph: Graph, free: int | None, training: bool) -> Plan:
         """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and

@@ -303,6 +303,8 @@ class Compilation:
         try:
             room = free(False, ahead)
             if ahead.count and room is not None:
+                if plans.followed and not ahead.elsewhere and not ledger.settled:
+                    self.first = _First(static, whole)
                 return entered(plans.repeated(graph, room, whole, ahead))
             if not ahead.elsewhere and (found := plans.first(graph, room, static, whole)) is not None:
                 self.first = _First(static, whole)
@@ -312,7 +314,8 @@ class Compilation:
                 and (found := plans.again(graph, ledger.part(self.place), room, whole)) is not None
             ):
                 return entered(found)
-            return entered(plans.halved(graph, room, training))
+            plan = plans.halved(graph, room, training)
+            return entered(plans.resting(graph, plan, cut(joint, program, plan), static, whole))
         except Infeasible as no:
             if not ledger.binding(training):
                 plan = plans.within(graph, None)
