@@ -34,7 +34,10 @@ BUDGETS = {
     "vit": ("100%", "70%"),
     "llama": ("100%", "70%", "50%"),
     "resnet": ("100%", "85%"),
-    "convnext": ("100%", "least"),  # which share that is follows from the scratch of this machine's convolutions
+    "convnext": (
+        "100%",
+        "least",
+    ),  # which share that is follows from the scratch of this machine's convolutions
     "swin": ("70%", "50%"),
     "t5": ("100%", "70%"),
     "norms": ("100%", "85%"),

@@ -260,28 +260,43 @@ def _module_passed_over(frame: Any, found: Any) -> str:
 def modules_beside() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
     """The modules that are compiled by themselves, with equal options, within the outermost module that runs, and
     are of the compiled one's class, itself included: one after the other, they are likely to run the code that is
-    compiled now. And those of other classes. Empty where nothing is known."""
+    compiled now. And those of other classes. So of modules that a compiled one calls where its graph breaks. Empty
+    where nothing is known."""
     running: list[torch.nn.Module] = []
+    called = 0  # of these, from where the compiled code begins
     frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        frame = frame.f_back
-        if frame is not None and frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl"):
-            module = frame.f_locals.get("self")
-            if isinstance(module, torch.nn.Module):
-                running.append(_inside(module))
+    while (frame := frame.f_back if frame is not None else None) is not None:
+        called = called or len(running) * (frame.f_code.co_filename == _eval_frame.__file__)
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+        if isinstance(module, torch.nn.Module):
+            running.append(_inside(module))
     if not running:
         return [], []
+    if inner() and called > 1:
+        return _beside_within(running[0], running[called - 1])
     compiled: dict[int, tuple[torch.nn.Module, Any]] = {}
     for m in running[-1].modules():
-        called = (getattr(m, "_compiled_call_impl", None), m.__dict__.get("forward"))
+        runs = (getattr(m, "_compiled_call_impl", None), m.__dict__.get("forward"))
         if isinstance(m, _OptimizedModule):
             compiled[id(_inside(m))] = _inside(m), compiled_options(m)
-        elif any(hasattr(f, "_torchdynamo_orig_callable") for f in called):
-            compiled[id(m)] = m, compiled_options(m if called[0] is not None else called[1])
+        elif any(hasattr(f, "_torchdynamo_orig_callable") for f in runs):
+            compiled[id(m)] = m, compiled_options(m if runs[0] is not None else runs[1])
     own, options = next((compiled[id(m)] for m in running if id(m) in compiled), (None, None))
     sharing = [m for m, theirs in compiled.values() if theirs == options]
     alike = [m for m in sharing if type(m) is type(own)]
     return alike, [] if own is None else [m for m in sharing if type(m) is not type(own)]
+
+
+def _beside_within(
+    own: torch.nn.Module, root: torch.nn.Module
+) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """The modules of ``root`` that are built as ``own`` is; and the smallest ones that are no part of these."""
+    shapes = [p.shape for p in own.parameters()]
+    alike = [
+        m for m in root.modules() if type(m) is type(own) and [p.shape for p in m.parameters()] == shapes
+    ]
+    inside = {id(part) for m in alike for part in m.modules()}
+    return alike, [m for m in root.modules() if id(m) not in inside and not any(True for _ in m.children())]
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
