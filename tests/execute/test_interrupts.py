@@ -277,6 +277,26 @@ def test_after_an_update_that_failed_batches_are_counted_anew(where, monkeypatch
     assert changed == [False, True] * 2
 
 
+def test_zero_grad_in_the_middle_of_an_accumulation_begins_anew():
+    """As a loop does that was interrupted behind a first batch, and goes on with the first batch of its group."""
+    model, optimizer = parts()
+    step = planned(model, optimizer, accumulate=2)
+    twin, theirs = parts()
+    step(batches()[0])
+    optimizer.zero_grad()
+    torch.manual_seed(4)
+    ours = [step(batch) for batch in batches()]
+    torch.manual_seed(4)
+    for k, batch in enumerate(batches()):
+        loss = loss_of(twin, batch)
+        loss.backward()
+        assert torch.equal(ours[k], loss.detach())
+        if k % 2:
+            theirs.step()
+            theirs.zero_grad()
+    assert differences(bits(model, optimizer), bits(twin, theirs)) == []
+
+
 @pytest.mark.slow
 def test_a_compiled_step_is_done_as_a_whole():
     model, optimizer = parts()
