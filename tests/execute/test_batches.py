@@ -1,8 +1,10 @@
 """What of a batch reaches no op costs nothing: neither a capture nor a plan."""
 
 import collections
+import collections.abc
 import copy
 import dataclasses
+import sys
 import types
 
 import numpy as np
@@ -215,6 +217,47 @@ def test_a_tensor_that_code_inside_of_a_call_reaches_counts_as_asked():
         return F.cross_entropy(logits, batch["y"])
 
     trained(collections.Counter(), loss_fn, lambda i: named(i, extra=torch.ones(i % 2 + 1)), steps=3)
+
+
+class Rows(collections.abc.MutableMapping):
+    """As tensordict's: a mapping of tensors that iterates by rows, as a tensor does, and has no truth."""
+
+    def __init__(self, **tensors):
+        self.tensors = tensors
+
+    def __getitem__(self, key):
+        return (
+            self.tensors[key]
+            if isinstance(key, str)
+            else Rows(**{k: t[key] for k, t in self.tensors.items()})
+        )
+
+    def __setitem__(self, key, value):
+        self.tensors[key] = value
+
+    def __delitem__(self, key):
+        del self.tensors[key]
+
+    def __len__(self):
+        return len(self.tensors["x"])
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self):
+        raise RuntimeError("no truth value")
+
+    __lt__ = __gt__ = lambda self, other: self
+
+
+def test_mappings_of_tensordict_are_read_where_the_code_reads_them(count, monkeypatch):
+    known = types.SimpleNamespace(is_tensor_collection=lambda x: isinstance(x, Rows))
+    monkeypatch.setitem(sys.modules, "tensordict", known)
+
+    def loss_fn(model, batch):
+        return by_name(model, batch["inner"]) * len(batch["inner"])
+
+    assert trained(count, loss_fn, lambda i: {"inner": Rows(**named(i))}) == {}
 
 
 def test_an_unread_tensor_takes_none_of_the_budget():

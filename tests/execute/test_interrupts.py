@@ -81,9 +81,9 @@ def bits(model, optimizer):
 
 @pytest.fixture(autouse=True)
 def handlers():
-    known = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    known = {n: signal.getsignal(n) for n in signal.valid_signals()}
     yield
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == known
+    assert {n: signal.getsignal(n) for n in signal.valid_signals()} == known
 
 
 @pytest.mark.parametrize("where", ["second", "last", "behind"])
@@ -152,7 +152,10 @@ def test_an_error_among_updates_says_that_some_parameters_are_updated(late):
     assert changed == late == bool(getattr(caught.value, "__notes__", []))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+CLUSTERS_TELL = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, *CLUSTERS_TELL])
 def test_handlers_of_ones_own_are_called_when_the_step_is_over(number):
     model, optimizer = parts()
     step = planned(model, optimizer)
@@ -166,6 +169,39 @@ def test_handlers_of_ones_own_are_called_when_the_step_is_over(number):
         assert heard == [0]
     finally:
         signal.signal(number, known)
+
+
+def test_all_signals_that_came_are_heard_though_a_handler_raises():
+    model, optimizer = parts()
+    step = planned(model, optimizer)
+    heard = []
+    known = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
+    try:
+        before(step, updates(step)[1], interrupt)
+        before(step, updates(step)[2], lambda: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(KeyboardInterrupt):
+            step(batches()[0])
+        assert heard == [True]
+    finally:
+        signal.signal(signal.SIGTERM, known)
+
+
+def test_a_second_signal_of_a_kind_leaves_the_others_held():
+    model, optimizer = parts()
+    step = planned(model, optimizer)
+    heard = []
+    known = signal.signal(signal.SIGTERM, lambda *_: heard.append(len(among)))
+    try:
+        among = updates(step)
+        for at in (1, 2):
+            before(step, among[at], lambda: signal.raise_signal(signal.SIGTERM))
+        before(step, among[3], interrupt)
+        before(step, among[-1], lambda: among.clear())
+        with pytest.raises(KeyboardInterrupt) as caught:
+            step(batches()[0])
+        assert heard[0] > 0 and not among and not getattr(caught.value, "__notes__", [])
+    finally:
+        signal.signal(signal.SIGTERM, known)
 
 
 def test_what_the_system_does_with_a_signal_is_left_to_it():
@@ -210,6 +246,55 @@ def test_an_update_by_itself_is_done_as_a_whole():
         step.update()
     optimizer.zero_grad()
     assert differences(bits(model, optimizer), expected) == []
+
+
+@pytest.mark.parametrize("where", ["clipping", "planning the update", "updating"])
+def test_after_an_update_that_failed_batches_are_counted_anew(where, monkeypatch):
+    """Eager's loop goes on with `zero_grad` and the next batches, every second of which updates."""
+    model, optimizer = parts()
+    step = planned(model, optimizer, accumulate=2, clip_norm=0.5)
+    for batch in batches()[:2]:
+        step(batch)
+
+    def fail(*_):
+        raise OSError("interrupted")
+
+    with monkeypatch.context() as patch:
+        if where == "updating":
+            before(step, 0, fail, "update")
+        else:
+            patch.setattr(step, "_between" if where == "clipping" else "_planned_update", fail)
+        step(batches()[2])
+        with pytest.raises(OSError, match="interrupted"):
+            step(batches()[3])
+    optimizer.zero_grad()
+    weight = next(model.parameters())
+    changed = []
+    for batch in batches():
+        known = weight.detach().clone()
+        step(batch)
+        changed.append(not torch.equal(known, weight))
+    assert changed == [False, True] * 2
+
+
+def test_zero_grad_in_the_middle_of_an_accumulation_begins_anew():
+    """As a loop does that was interrupted behind a first batch, and goes on with the first batch of its group."""
+    model, optimizer = parts()
+    step = planned(model, optimizer, accumulate=2)
+    twin, theirs = parts()
+    step(batches()[0])
+    optimizer.zero_grad()
+    torch.manual_seed(4)
+    ours = [step(batch) for batch in batches()]
+    torch.manual_seed(4)
+    for k, batch in enumerate(batches()):
+        loss = loss_of(twin, batch)
+        loss.backward()
+        assert torch.equal(ours[k], loss.detach())
+        if k % 2:
+            theirs.step()
+            theirs.zero_grad()
+    assert differences(bits(model, optimizer), bits(twin, theirs)) == []
 
 
 @pytest.mark.slow

@@ -999,3 +999,47 @@ def test_hooks_of_all_modules_are_called_inside_of_functional_transforms_in_each
     finally:
         handle.remove()
     assert once and len(called) == 2 * once
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """As fairscale's and Megatron's."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("Checkpointing is not compatible with .grad()")
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad
+
+
+def test_reentrant_checkpoints_of_ones_own_run_in_eager():
+    def made():
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss_fn(model, x):
+        return OwnCheckpoint.apply(model[1], model[0](x)).square().mean()
+
+    (model, optimizer), (twin, theirs) = made(), made()
+    batches = [torch.randn(4, 8) for _ in range(3)]
+    with pytest.warns(Fallback, match="a reentrant checkpoint that is not torch's"):
+        step = fit(model, loss_fn, optimizer, batches[0], "100%")
+    for x in batches:
+        loss = loss_fn(twin, x)
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+        assert torch.equal(step(x), loss)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert not [n for n in step.notes if "not torch's" not in n]

@@ -18,8 +18,20 @@ from tightship.errors import PeerFailed
 
 __all__ = ["Updating"]
 
-_HELD: Final = (signal.SIGINT, signal.SIGTERM)
-"""Signals whose handlers raise, as a rule. Those that the system handles are never held."""
+_NAMES: Final = (
+    "SIGINT",
+    "SIGTERM",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGALRM",
+    "SIGUSR1",
+    "SIGUSR2",
+    "SIGXCPU",
+    "SIGBREAK",
+)
+_HELD: Final = tuple(signal.Signals[n] for n in _NAMES if n in signal.Signals.__members__)
+"""Signals whose handlers raise, as a rule, or save a checkpoint: Ctrl-C, limits of time, and how clusters tell of an
+end that is near. Those that the system handles are never held."""
 
 
 class Updating:
@@ -56,19 +68,27 @@ class Updating:
             raise
         finally:
             self._let_go()
-            for number in self._came:
-                self._handlers[number](number, sys._getframe())
+            self._hand_on()
 
     def _hold(self, number: int, frame: Any) -> None:
         if number in self._came:
             self._came.remove(number)
-            self._let_go()
+            signal.signal(number, self._handlers[number])
             self._handlers[number](number, frame)
             return
         self._came.append(number)
         with suppress(OSError, ValueError, AttributeError):  # no standard error, or a closed one
             if sys.stderr.isatty():
                 os.write(sys.stderr.fileno(), _SAID)
+
+    def _hand_on(self) -> None:
+        """All of them, also where a handler raises."""
+        if self._came:
+            number = self._came.pop(0)
+            try:
+                self._handlers[number](number, sys._getframe())
+            finally:
+                self._hand_on()
 
     def _let_go(self) -> None:
         for number, handler in self._handlers.items():

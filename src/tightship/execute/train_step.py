@@ -231,6 +231,8 @@ class TrainStep(TrainUpdate):
 
     def __call__(self, batch: Any) -> Any:
         with self._exclusive():
+            if self._added and all(p.grad is None for _, p in self._owned.parameters):
+                self._added = 0  # the caller has dropped what was added up
             if self._replicas is not None and (not self._in_parts or self._added + 1 == self.loop.accumulate):
                 self._replicas.check_sent()
             batch = self._filled(batch)

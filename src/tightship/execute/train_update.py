@@ -91,6 +91,7 @@ class TrainUpdate(TrainVariants):
         self.ranks.begin()
 
     def _update(self, *, averaged: bool) -> None:
+        self._added = 0  # whatever comes of it: the next batch begins anew
         self._renew()
         if self.optimizer is None:
             raise BadInput("no optimizer: update yourself, or give fit an optimizer", place="step.update")
@@ -108,7 +109,6 @@ class TrainUpdate(TrainVariants):
             self._compare("updates", "an update", updates=self._replicas is not None)
         finite = self._between(self._with_gradients(), variant)
         self._add_up()
-        self._added = 0
         if not finite:
             self.skipped += 1
         scaler = self.loop.scaler

@@ -226,6 +226,17 @@ class _CallThrough:
             return function(*given)
 
 
+def _refuse_checkpoint() -> bool:
+    """What reentrant checkpoints of packages' own (fairscale, Megatron) ask in their backward pass."""
+    raise told(
+        Unplannable(
+            "a reentrant checkpoint that is not torch's",
+            "its backward pass runs one of its own, which adds to gradients",
+            "use torch.utils.checkpoint, or none: what to recompute is planned",
+        )
+    )
+
+
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, ``owner`` has another function, class or value by that name; functions for this thread alone."""
@@ -311,6 +322,7 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
         if not checkpoints:
             enter(patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
             enter(patched(_checkpoint, "CheckpointFunction", _CallThrough))
+            enter(patched(torch.autograd, "_is_checkpoint_valid", _refuse_checkpoint))
         enter(patched(torch.nn.Module, "_apply", _apply_nothing))
         enter(torch.compiler.set_stance("force_eager"))
         enter(patched(torch.overrides, "has_torch_function", _has_own_function))

@@ -54,7 +54,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, whole: Callable[[Any], bool]
     so is what ``whole`` is true of.
     """
 
-    if isinstance(tree, (torch.Tensor, Ref, Given, Results.Position)) or whole(tree):
+    if isinstance(tree, (torch.Tensor, Ref, Given, Results.Position)) or _is_opaque(tree) or whole(tree):
         return fn(tree)
     if isinstance(tree, UserDict):
         whose = copy.copy(tree)
@@ -100,6 +100,13 @@ def _is_dataclass(x: Any) -> bool:
     return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 
+def _is_opaque(x: Any) -> bool:
+    """Whether this is a mapping that is not made of its names again: tensordict's have a shape of their own, by whose
+    rows they iterate. What they hold is found where the code reads it, as in any other object."""
+    known = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
+    return known is not None and bool(known(x))
+
+
 def _is_cache(x: Any) -> bool:
     """Whether this is a cache of keys and values, or a layer of one: objects that are containers of tensors."""
     known = sys.modules.get("transformers.cache_utils")  # who has made one has imported it
@@ -113,6 +120,8 @@ def caches(tree: Any) -> list[Any]:
     """The caches in ``tree``, outermost ones only. A model writes into those that it is given."""
     if _is_cache(tree):
         return [tree]
+    if _is_opaque(tree):
+        return []
     if isinstance(tree, Mapping):
         return [c for x in tree.values() for c in caches(x)]
     if isinstance(tree, (list, tuple)):
@@ -135,7 +144,7 @@ def _renewed(old: Any, new: Any) -> Any:
 
 def _shape_of(tree: Any) -> Any:
     """The containers of ``tree`` without its leaves, comparable by equality."""
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, torch.Tensor) or _is_opaque(tree):
         return None
     if isinstance(tree, Mapping):
         return type(tree).__qualname__, tuple((k, _shape_of(tree[k])) for k in _names(tree))
