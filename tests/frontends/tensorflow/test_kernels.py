@@ -50,6 +50,12 @@ BUILDS: dict[str, Callable[[Any], Any]] = {
     "a mean of groups": lambda x: tf.reduce_mean(tf.reshape(x, (2, 16, 8, 8)), (1, 3)),
     "a mean of inner dimensions": lambda x: tf.reduce_mean(tf.reshape(x, (2, 16, 8, 8)), (1, 2)),
     "a maximum of outer dimensions": lambda x: tf.reduce_max(tf.reshape(x, (2, 16, 8, 8)), (0, 3)),
+    "a transposed convolution": lambda x: tf.nn.conv2d_transpose(
+        tf.reshape(x, (1, 16, 16, 8)), tf.ones((3, 3, 4, 8)), (1, 32, 32, 4), 2
+    ),
+    "a transposed convolution without padding": lambda x: tf.nn.conv2d_transpose(
+        tf.reshape(x, (1, 16, 16, 8)), tf.ones((5, 5, 2, 8)), (1, 35, 35, 2), 2, "VALID"
+    ),
     "numbers drawn from a constant": lambda x: tf.random.stateless_uniform((4, 16), [1, 2]) + x[0, 0],
 }
 

@@ -2,9 +2,11 @@
 
 Rows of a tensor, the parts of it along its first dimension, are the tensor's own bytes where each begins at a
 multiple of 64 bytes, and keep all of it in memory (``IsDim0SliceAligned`` in tensorflow/core/framework/ops_util.h).
-A reduction transposes its input where dimensions that are reduced and kept take more than three turns
-(tensorflow/core/kernels/reduction_ops_common.h). A variable that is written in parts is copied by whoever reads it,
-from then on (``copy_on_read_mode``).
+A transposed convolution of one image computes a column for each of its places before it adds them up
+(conv_grad_input_ops.h; of several images as many as fit into a cache of 30 MB, which is not counted). A reduction
+transposes its input where dimensions that are reduced and kept take more than three turns
+(reduction_ops_common.h). A variable that is written in parts is copied by whoever reads it, from then on
+(``copy_on_read_mode``).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from itertools import groupby
 from math import prod
 from typing import Any, Final
 
-__all__ = ["ROWS", "is_written_in_parts", "reduction_copies", "rows_of"]
+__all__ = ["ROWS", "is_written_in_parts", "patches_of", "reduction_copies", "rows_of"]
 
 ALIGNMENT: Final = 64
 ROWS: Final = {"Slice": 0, "StridedSlice": 0, "Split": 1, "SplitV": 0, "Unpack": 0}
@@ -57,6 +59,13 @@ def reduction_copies(kind: str, given: Shape, axes: Collection[int] | None) -> b
     reduced = {a % len(given) for a in axes} if given else set()
     groups = [k for k, _ in groupby(a in reduced for a, n in enumerate(given) if n != 1)]
     return len(groups) > 3
+
+
+def patches_of(kind: str, filters: Shape, images: Shape) -> int:
+    """Elements that a transposed convolution of one image, in the order of NHWC, computes before it adds them up."""
+    if kind != "Conv2DBackpropInput" or len(filters) != 4 or len(images) != 4 or images[0] != 1:
+        return 0
+    return prod(images[1:3]) * prod(filters[:3])
 
 
 def is_written_in_parts(kind: str) -> bool:

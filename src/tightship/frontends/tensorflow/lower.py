@@ -25,7 +25,13 @@ from tightship.frontends.tensorflow.condensed import condensed, loop_node, merge
 from tightship.frontends.tensorflow.einsum import einsum_scratch
 from tightship.frontends.tensorflow.functions import LOOPS, Frame, Library, frames_of, inlined, merged
 from tightship.frontends.tensorflow.infer import Called, Made, Types, infer, variable_bytes
-from tightship.frontends.tensorflow.kernels import ROWS, is_written_in_parts, reduction_copies, rows_of
+from tightship.frontends.tensorflow.kernels import (
+    ROWS,
+    is_written_in_parts,
+    patches_of,
+    reduction_copies,
+    rows_of,
+)
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import (
     CONTROL,
@@ -384,10 +390,17 @@ class _Lowering:
             and reduction_copies(kind, self.builder.values[ins[0]].shape, self._numbers(n, 1))
         ):
             return aligned(self._made(*self._data(n)[0], n).nbytes)
+        shapes = [self.builder.values[v].shape for v in ins]
+        if (
+            kind == "Conv2DBackpropInput"
+            and self.proto[n].attr["data_format"].s in (b"", b"NHWC")
+            and made.nbytes
+        ):
+            return aligned(patches_of(kind, *shapes[1:3]) * (made.nbytes // math.prod(made.shape)))
         if kind != "Einsum" or not made.nbytes:
             return 0
         equation, width = self.proto[n].attr["equation"].s.decode(), made.nbytes // math.prod(made.shape)
-        return einsum_scratch(equation, [self.builder.values[v].shape for v in ins], width)
+        return einsum_scratch(equation, shapes, width)
 
     def _numbers(self, n: str, i: int) -> list[int] | None:
         """The whole numbers that an input of a node is, where it is a constant."""
