@@ -92,6 +92,7 @@ def there(tmp_path, monkeypatch):
         "weights.safetensors",
         "weights.gguf",
         "step.mlir",
+        "step.hlo.pb",
         "model.mlmodel",
         "text",
     ):
@@ -298,6 +299,7 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("weights.safetensors", "load them in a factory() and name that"),
         ("weights.gguf", "weights without a model"),
         ("step.mlir", "MLIR, such as StableHLO, is not read"),
+        ("step.hlo.pb", "an HLO module is read as text"),
         ("model.mlmodel", "unknown kind of file: a source is module:factory"),
         ("text", "unknown kind of file: a source is module:factory"),
     ],

@@ -97,10 +97,15 @@ class PlanRequest:
         if self.planner is None:
             options, way = divide_allow(plan_options(graph, self.options))
             options, streams = allows_stream(options)
-            if (way or streams) and budget is not None:
-                return self._changed(options, way, streams, progress)
+            if way or streams:
+                ways = self._ways(options, way, streams, progress)
+                if budget is not None:
+                    return self._changed(ways)
             try:
-                return Planned(self._by_default(graph, budget, options, progress), graph)
+                made = self._by_default(graph, budget, options, progress)
+                if way or streams:
+                    made = replace(made, notes=(*made.notes, "without a budget nothing is split or streamed"))
+                return Planned(made, graph)
             except Infeasible as no:
                 raise no.with_advice((*no.advice, *self._advice_on_ways(no.budget, options))) from None
         known = systems()
@@ -141,9 +146,8 @@ class PlanRequest:
             said += streaming_advice(cast(Any, self.program), limit, options.allow)
         return said
 
-    def _changed(self, options: Options, way: str, streams: bool, progress: Progress | None) -> Planned:
-        """A plan in which ops run in slices, and parameters and optimizer state leave memory, where the budget asks
-        for it."""
+    def _ways(self, options: Options, way: str, streams: bool, progress: Progress | None) -> Ways:
+        """How ops may run in slices, and parameters and optimizer state leave memory. Raises ``Unsupported``."""
         from tightship.integrations.ways import Ways
 
         def plan_of(graph: Graph, limit: int, chosen: Options) -> Plan:
@@ -151,7 +155,10 @@ class PlanRequest:
 
         cache = "default" if self.cache is None else self.cache
         timed = None if self.step is None else partial(self.step.timed, cache=cache)
-        ways = Ways(self.graph, self.program, timed, way, options, plan_of, streams=streams)
+        return Ways(self.graph, self.program, timed, way, options, plan_of, streams=streams)
+
+    def _changed(self, ways: Ways) -> Planned:
+        """A plan in which that is done where the budget asks for it."""
         peak = unplanned(self.graph).peak
         limit = resolve_budget(self.budget, peak, static=self.graph.static_bytes)
         assert limit is not None

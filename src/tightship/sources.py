@@ -289,6 +289,10 @@ def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds:
             dict.fromkeys(k.called for k in _ENDINGS.values() if set(unknown) <= {*k.options})
         )
         raise BadInput(f"{names} requires {kinds or 'one kind of file'}", place=text)
+    if os.path.isfile(text) and text.endswith(".hlo.pb"):  # as XLA's dumps are called
+        from tightship.hlo.text import BINARY
+
+        raise BadInput(BINARY, place=text)
     if kind is not None:
         program = kind.read(text, **given)
         return Source(program.graph, program=program)

@@ -229,11 +229,11 @@ def test_what_is_not_an_order_is_not_written(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("allowed", "said"), [("split", "allow=split for int8"), ("stream", "stream in training")]
 )
-@pytest.mark.parametrize("command", ["plan", "frontier"])
+@pytest.mark.parametrize("command", ["plan --budget 95%", "plan", "frontier"])
 def test_slices_and_streams_are_refused(
     allowed: str, said: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    budget = ["--budget", "95%"] if command == "plan" else []
+    command, *budget = command.split()
     assert main([command, str(DATA / "int8.tflite"), *budget, "--allow", f"recompute,{allowed}"]) == 2
     assert said in capsys.readouterr().err
 

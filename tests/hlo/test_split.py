@@ -243,6 +243,16 @@ def test_a_limit_that_is_missed_offers_slices(tmp_path: Path, capsys: pytest.Cap
     assert status == 1 and any("splitting (allow=recompute,split-rounding)" in n for n in rows["notes"])
 
 
+def test_a_limit_that_slices_miss_says_what_they_reach(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "head.hlo"
+    path.write_text(to_text(head()))
+    status, rows = run(["plan", str(path), "--budget", "1KiB", "--allow", "split-rounding"], capsys)
+    assert status == 1 and rows["slices"] and rows["peak_after"] < rows["peak_before"]
+    assert any("was the least that was reached" in note for note in rows["notes"])
+
+
 def test_fusions_are_said_to_be_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fused.hlo"
     path.write_text("""HloModule fused, is_scheduled=true

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -128,6 +130,19 @@ def test_the_command_line_writes_a_model_in_slices(tmp_path, capsys):
     assert other.peak < one.peak // 4
     assert main(["plan", str(path), "--budget", "static+20%"]) == 1
     assert "splitting" in capsys.readouterr().err
+
+
+def test_slices_without_pytorch_and_without_a_budget(tmp_path):
+    """Where onnx alone is installed; without a budget nothing is cut, which the plan says."""
+    path = str(large(tmp_path))
+    code = "import sys; sys.modules['torch'] = None; from tightship.cli import main; sys.exit(main(sys.argv[1:]))"
+    for budget in (["--budget", "static+20%"], []):
+        given = ["plan", path, *budget, "--allow", "recompute,split-rounding", "--json"]
+        ran = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        rows = json.loads(ran.stdout)
+        said = [n for n in rows["notes"] if "without a budget" in n]
+        assert bool(rows.get("split")) == bool(budget) == (not said)
 
 
 def test_a_model_in_slices_says_why_and_what_if(tmp_path, capsys):

@@ -218,7 +218,12 @@ def test_a_smaller_batch_is_a_number_that_fits(room: int) -> None:
         plan(graph, budget, QUICK)
     text = next(a for a in no.value.advice if "smaller batch" in a)
     found = max_batch(lambda n: given_as("input", n), budget, QUICK, start=64).batch
-    assert f"about {found} instead of 64" in text
+    assert f"about {found} instead of 64" in text and "--max-batch" in text
+    of_a_file = replace(graph, meta=graph.meta | {"source": "onnx"})  # which has no factory
+    with pytest.raises(Infeasible) as no:
+        plan(of_a_file, budget, QUICK)
+    text = next(a for a in no.value.advice if "smaller batch" in a)
+    assert f"about {found} instead of 64" in text and "--max-batch" not in text
 
 
 def test_what_does_not_grow_with_the_batch_is_left_out() -> None:

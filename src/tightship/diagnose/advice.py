@@ -11,6 +11,9 @@ from tightship.units import format_bytes
 
 __all__ = ["advice", "batch_of", "smaller_batch"]
 
+_FILES = ("onnx", "tensorflow", "tflite")
+"""Sources that have no factory to be asked for another batch."""
+
 
 def batch_of(graph: Graph) -> int | None:
     """The size of the first dimension that most of the graph's inputs (of kind ``input``) share; None without."""
@@ -51,7 +54,8 @@ def advice(graph: Graph, budget: int, at_peak: Iterable[tuple[int, int]]) -> tup
             texts.append(text)
     smaller, batch = smaller_batch(graph, budget, at_peak), batch_of(graph)
     if smaller:
-        texts.append(f"a smaller batch: about {smaller} instead of {batch} (--max-batch finds the largest)")
+        how = "" if graph.meta.get("source") in _FILES else " (--max-batch finds the largest)"
+        texts.append(f"a smaller batch: about {smaller} instead of {batch}{how}")
     return tuple(texts)
 
 

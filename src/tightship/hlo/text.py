@@ -211,10 +211,15 @@ def read(path: str | Path) -> Module:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise BadInput(f"byte {error.start} is not UTF-8: an HLO module is text", place=str(path)) from None
+        raise BadInput(f"byte {error.start} is not UTF-8: {BINARY}", place=str(path)) from None
     return parse(text, path.name)
 
 
+BINARY = (
+    "an HLO module is read as text, not as a protobuf message: of JAX jax.jit(step).lower(…).compile().as_text(), or "
+    "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text'"
+)
+"""What to give in place of a module in binary."""
 STABLE_HLO = (
     "MLIR, such as StableHLO, is not read, but XLA's HLO: of JAX jax.jit(step).lower(…).as_text('hlo'), or with "
     "XLA's schedule .compile().as_text()"

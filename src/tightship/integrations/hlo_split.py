@@ -235,7 +235,9 @@ class Splitting:
         """The same, or the least that is reached, with why it is no less."""
         if (found := self.within(limit)) is not None:
             return found
-        tried = (self._planned(c, limit, missed=True) for c in dict.fromkeys((None, self.choice(limit))))
+        choice = self.choice(limit)
+        ways: list[Choice | None] = [None] if choice is None else [None, choice]
+        tried = (self._planned(c, limit, missed=True) for c in ways)
         best = min((m for m in tried if m is not None), key=lambda m: m.result.peak_after)
         return replace(best, notes=(*best.notes, *self._missed(best)))
 

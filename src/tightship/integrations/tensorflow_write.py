@@ -25,7 +25,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.files import write_file
 from tightship.frontends.tensorflow.functions import acyclic, alive_when, frames_of
 from tightship.frontends.tensorflow.lower import lower
-from tightship.frontends.tensorflow.nodes import CONTROL, Node, Web, forwarded, name_of
+from tightship.frontends.tensorflow.nodes import CONTROL, Node, Web, name_of
 from tightship.frontends.tensorflow.program import Loop, Program, Turn
 from tightship.plan import Plan, Step
 
@@ -274,9 +274,7 @@ class _Writer:
         if stay == self.stay[s]:
             return name
         op = self.maker[v]
-        node = self.nodes[self.graph.ops[op].name]
-        count = sum(not i.startswith("^") for i in node.input)
-        if forwarded(node.op, 0, count) is None:
+        if all(self.graph.values[i].storage != s for i in self.graph.ops[op].inputs):  # it is no view
             raise BadInput(f"{self.graph.values[v].name!r} is read but not fetched", place="plan")
         self.clone(op)
         return self.ref[v][0]

@@ -1,25 +1,26 @@
 """Two ways below a step's floor, for plans that are made and not run: ops in slices, and parameters and optimizer
 state that stream. Each makes another graph of a captured program, taken where a budget asks for it or gains by it.
+PyTorch is asked for where a model of its own is changed: ONNX files are split without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightship.analysis.bounds import lower_bound
 from tightship.cached import cached_property
 from tightship.errors import Infeasible, Unsupported
-from tightship.execute.split import Choice, Decision, Splitting
-from tightship.execute.stream import Streaming
-from tightship.frontends.torch.collectives import no_split, no_stream, sends, sends_parts
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import EXACT, STREAM, Options
 from tightship.planners.hints import divide_hints
 from tightship.simulate import baseline, replay
 from tightship.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tightship.execute.split import Splitting
 
 __all__ = ["Made", "Ways"]
 
@@ -72,11 +73,8 @@ class Ways:
                 "ops are split in models of PyTorch's, ONNX files and modules of HLO",
                 "leave it out, or give the model",
             )  # fmt: skip
-        if not self.is_onnx:  # a captured model, which alone may be split over ranks
-            if mode and sends(program):
-                raise no_split()
-            if streams and sends_parts(program):
-                raise no_stream()
+        if not self.is_onnx:
+            _check_ranks(program, mode, streams=streams)
 
     def plan(self, limit: int, options: Options | None = None) -> Made:
         """The plan within ``limit`` bytes, changed as far as that asks for. Raises ``Infeasible``."""
@@ -105,6 +103,9 @@ class Ways:
             return self._answer(
                 plan, made, ["in slices of rows"] if made is not self.program else [], (), limit
             )
+        from tightship.execute.split import Choice, Decision
+        from tightship.execute.stream import Streaming
+
         streaming = Streaming(plan_of, limit, moves=self.moves, hints=self._hints)
         if self.mode:
             assert self._timed is not None
@@ -157,6 +158,8 @@ class Ways:
 
     @cached_property
     def splitting(self) -> Splitting:
+        from tightship.execute.split import Splitting
+
         least = self._streamed_least if self.streams else None
         return Splitting(self.program, self.mode, moves=self.moves, least_of=least)
 
@@ -172,8 +175,20 @@ class Ways:
         return self.splitting.floor(self.program)
 
     def _streamed_least(self, program: Any) -> int:
+        from tightship.execute.stream import Streaming
+
         nothing: Any = None  # is planned
         return Streaming(nothing, 0, moves=self.moves, hints=self._hints).least(program)
+
+
+def _check_ranks(program: Any, mode: str, *, streams: bool) -> None:
+    """Raise ``Unsupported`` for what a captured model sends over ranks, and may not be changed."""
+    from tightship.frontends.torch.collectives import no_split, no_stream, sends, sends_parts
+
+    if mode and sends(program):
+        raise no_split()
+    if streams and sends_parts(program):
+        raise no_stream()
 
 
 def _slices(whole: Graph, made: Graph) -> dict[str, list[Any]]:

@@ -234,6 +234,31 @@ def test_a_saved_model_whose_loops_read_variables_is_planned_for_a_size_that_it_
     assert verify(graph, api.plan(graph).plan) == []
 
 
+def test_a_loop_of_another_signature_does_not_ask_for_sizes(tmp_path: Path) -> None:
+    """As Keras exports stateful recurrent layers: it begins with a variable, and reads a list of elements of a size
+    that is open there."""
+    module = tf.Module()
+    module.s = tf.Variable(tf.ones((3, 8)))
+
+    def turn(x: Any) -> Any:
+        rows = tf.TensorArray(tf.float32, 5, element_shape=(None, 8)).unstack(x)
+        shapes = (tf.TensorShape(()), tf.TensorShape((3, 8)))
+        h = tf.while_loop(
+            lambda i, _: i < 5, lambda i, h: (i + 1, tf.tanh(rows.read(i) @ tf.eye(8) + h)), (0, module.s),
+            shape_invariants=shapes, maximum_iterations=5,
+        )[1]  # fmt: skip
+        module.s.assign(h)
+        return {"y": h}
+
+    served = {
+        key: tf.function(turn).get_concrete_function(tf.TensorSpec((5, None, 8), tf.float32, name))
+        for key, name in (("serving_default", "x"), ("other", "z"))
+    }
+    tf.saved_model.save(module, str(tmp_path), signatures=served)
+    graph = sources.load_source(str(tmp_path), {"shape": "serving_default_x=5x3x8"}).graph
+    assert sum(op.target in ("While", "StatelessWhile") for op in graph.ops) == 1
+
+
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "wrong.pb"
     for data in (b"", b"\xff" * 50, b"\x0a\x7f", b"\x08\x01", b"not a graph"):

@@ -267,10 +267,11 @@ class _Inference:
             open_ = not unknown.isdisjoint(i.removesuffix(":0") for i in node.input)
             if found and open_ and node.op in LOOPS | BRANCHES:
                 return True
-            if node.op in LOOPS | BRANCHES and not (open_ and self._is_left_out(name)):
+            left_out = self._is_left_out(name)
+            if node.op in LOOPS | BRANCHES and not (open_ and left_out):
                 with (
-                    suppress(BadInput) if open_ else nullcontext()
-                ):  # what it is given is unknown, and is said
+                    suppress(BadInput) if open_ or left_out else nullcontext()
+                ):  # what it is given is unknown, and is said, or of no interest
                     self.called[name] = self._bodies(node)
                     bodies = [_returned(c) for c in self.called[name][node.op in LOOPS :]]
             noted = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []

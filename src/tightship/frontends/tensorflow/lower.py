@@ -17,12 +17,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import tensorflow as tf
+
 from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.tensorflow.condensed import condensed, loop_node, merge_of, renamed
 from tightship.frontends.tensorflow.einsum import einsum_scratch
 from tightship.frontends.tensorflow.functions import LOOPS, Frame, Library, frames_of, inlined, merged
 from tightship.frontends.tensorflow.infer import Called, Made, Types, infer, variable_bytes
+from tightship.frontends.tensorflow.kernels import (
+    ROWS,
+    is_written_in_parts,
+    patches_of,
+    reduction_copies,
+    rows_of,
+)
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import (
     CONTROL,
@@ -124,6 +133,7 @@ class _Lowering:
     turned: dict[str, Loop] = field(default_factory=dict)
     functions: dict[str, Turn] = field(default_factory=dict)
     folded: frozenset[str] = frozenset()
+    sparse: set[str] = field(default_factory=set)  # variables that are written in parts
 
     @classmethod
     def of(
@@ -170,6 +180,12 @@ class _Lowering:
         self.order = self._order(needed)
         self.at = {n: i for i, n in enumerate(self.order)}
         self.results = set(wanted) or {n for n in needed if not self._data_readers(n)}
+        self.sparse = {
+            self._root(given[i][0])
+            for n in self.order
+            if is_written_in_parts(self.web.nodes[n].kind) and (given := self._data(n))
+            for i in self._writes(n)
+        }
         self.copied = self._copied()
         for n in self.order:
             self._own(n) if self._caller(n) else self._op(n)
@@ -187,6 +203,9 @@ class _Lowering:
         for n in in_order(self.web.read, {n: k for k, n in enumerate(self.web.nodes)}.__getitem__):
             node, row = self.web.nodes[n], self.types.results[n]
             plain = node.kind not in CONTROL and n not in self.types.stateful and n not in self.types.called
+            plain = (
+                plain and "Random" not in node.kind
+            )  # not even the stateless ones, whose seeds are constants
             given = sum(self._made(m, p, n).nbytes for m, p in self._data(n))
             most = min(_FOLDED, max(_SMALL, 4 * given))
             small = all(m.nbytes <= most and m.items is None and not m.handle for m in row)
@@ -254,12 +273,13 @@ class _Lowering:
 
     def _variable(self, n: str) -> bool:
         """Whether a handle or a reference leads back to a variable of the caller's."""
-        while not self._caller(n):
-            given = self._data(n)
-            if not given:
-                return False  # TemporaryVariable
+        return bool(self._caller(self._root(n)))  # not a TemporaryVariable
+
+    def _root(self, n: str) -> str:
+        """The node that a handle or a reference comes from."""
+        while not self._caller(n) and (given := self._data(n)):
             n = given[0][0]
-        return True
+        return n
 
     def _copied(self) -> frozenset[str]:
         """Nodes that read a variable which somebody writes before the last use of what was read."""
@@ -363,11 +383,34 @@ class _Lowering:
 
     def _scratch(self, n: str, ins: Sequence[int]) -> int:
         """Bytes that a kernel asks for beside its results, as far as is known."""
-        made = self.types.results[n][0]
-        if self.web.nodes[n].kind != "Einsum" or not made.nbytes:
+        made, kind = self.types.results[n][0], self.web.nodes[n].kind
+        if (
+            len(ins) == 2
+            and made.nbytes
+            and reduction_copies(kind, self.builder.values[ins[0]].shape, self._numbers(n, 1))
+        ):
+            return aligned(self._made(*self._data(n)[0], n).nbytes)
+        shapes = [self.builder.values[v].shape for v in ins]
+        if (
+            kind == "Conv2DBackpropInput"
+            and self.proto[n].attr["data_format"].s in (b"", b"NHWC")
+            and made.nbytes
+        ):
+            return aligned(patches_of(kind, *shapes[1:3]) * (made.nbytes // math.prod(made.shape)))
+        if kind != "Einsum" or not made.nbytes:
             return 0
         equation, width = self.proto[n].attr["equation"].s.decode(), made.nbytes // math.prod(made.shape)
-        return einsum_scratch(equation, [self.builder.values[v].shape for v in ins], width)
+        return einsum_scratch(equation, shapes, width)
+
+    def _numbers(self, n: str, i: int) -> list[int] | None:
+        """The whole numbers that an input of a node is, where it is a constant."""
+        given = self._data(n)
+        node = self.proto.get(given[i][0]) if i < len(given) else None
+        if node is None or node.op != "Const":
+            return None
+        if math.prod(d.size for d in node.attr["value"].tensor.tensor_shape.dim) > _AXES:
+            return None
+        return [int(x) for x in tf.make_ndarray(node.attr["value"].tensor).reshape(-1)]
 
     # --- what runs inside an op ---
 
@@ -446,17 +489,27 @@ class _Lowering:
             return None
         here, there = self.web.nodes[n].device, self.web.nodes[given[source][0]].device
         moved = bool(here and there) and _device(here) != _device(there)
-        storage = self.builder.storage_of(ins[source])
-        if made.handle or (self.builder.storages[storage].size == aligned(made.nbytes) and not moved):
-            return storage
-        return None
+        storage, theirs = self.builder.storage_of(ins[source]), self._made(*given[source], n)
+        whole = self.builder.storages[storage].size == aligned(made.nbytes)
+        held = made.items is None and theirs.items is None and not theirs.handle
+        part = held and (kind in ROWS or made.nbytes == theirs.nbytes)  # the same rows by another name
+        return storage if made.handle or ((whole or part) and not moved) else None
 
     def _source(self, n: str, port: int) -> int | None:
         """The input whose bytes a result is."""
         kind, given = self.web.nodes[n].kind, self._data(n)
+        if kind == "ReadVariableOp" and self.sparse and self._root(n) in self.sparse:
+            return None
         source = forwarded(kind, port, len(given))
-        if source is not None or not given or (source := whole(kind, port)) is None:
+        if source is not None or not given:
             return source
+        if (rows := ROWS.get(kind)) is not None and rows < len(given):
+            mine, theirs = self.types.results[n][port], self._made(*given[rows], n)
+            size = theirs.nbytes // (math.prod(theirs.shape) or 1)
+            if size and rows_of(self.proto[n], theirs.shape, mine.shape, size, lambda i: self._numbers(n, i)):
+                return rows
+        if (source := whole(kind, port)) is None:
+            return None
         mine, theirs = self.types.results[n][port], self._made(*given[source], n)
         same = mine.dtype == theirs.dtype and math.prod(mine.shape) == math.prod(theirs.shape)
         return source if same and mine.items is None and theirs.items is None else None
@@ -480,6 +533,8 @@ class _Lowering:
 
 _SMALL, _FOLDED = 4096, 10 << 20
 """Bytes up to which a result of constants is always one itself, and beyond which TensorFlow never makes it one."""
+_AXES: Final = 254
+"""Dimensions that a tensor may have."""
 _LIST_WRITES: Final = frozenset("TensorListSetItem TensorListPushBack TensorListPopBack".split())
 
 
