@@ -288,7 +288,7 @@ class Compilation:
             where = cut(joint, program, plan)
             self.entry = self._entry(graph, plan, where, static, whole)
             entry = self.entry.elsewhere() if ahead.elsewhere else self.entry
-            follow = bool(ahead.count) or ahead.others or self.graph_break is not None
+            follow = bool(ahead.count) or plans.followed
             ledger.enter(self.place, entry, current=current, follow=follow)
             return plan, where
 
