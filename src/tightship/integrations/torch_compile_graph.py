@@ -105,7 +105,10 @@ class Compilation:
             )
         ahead = self._ahead()
         options = replace(self.options, arena=self.options.arena and not ahead.count)
-        shares = Shares(session.ledger, self.place, self._storages_in, last, ahead, self._passed_on())
+        shares = Shares(
+            session.ledger, self.place, self._storages_in, last, ahead, self._passed_on(),
+            inner=compat_dynamo.inner(),
+        )  # fmt: skip
         arena = session.arenas.setdefault(self.frame, FrameArena())
         later = session.ledger.resolved_before(self.place, training=True)
         try:

@@ -66,7 +66,8 @@ class Shares:
     """A graph's part of the budget. ``storages``: the identities and bytes of the caller's tensors, of so many bytes
     in all; ``last``: no other graph follows; ``ahead``: calls of it that do; ``passed_on``: bytes of its gradients
     that an earlier graph's backward pass begins with; ``deferred``: a percentage of the graphs so far, or half
-    of what is left in bytes, is too little for it: whether all meet the budget is known when the others are."""
+    of what is left in bytes, is too little for it: whether all meet the budget is known when the others are; ``inner``: code calls it that was
+    to be compiled, too."""
 
     ledger: Ledger
     place: Place
@@ -75,6 +76,7 @@ class Shares:
     ahead: Ahead = Ahead()  # noqa: RUF009
     passed_on: int = 0
     deferred: bool = False
+    inner: bool = False
     entry: Entry | None = None
     static: int = 0
 
@@ -87,12 +89,13 @@ class Shares:
             self.ledger.step is None,
             self.ahead,
             self.deferred,
+            self.inner,
         )
 
     @property
     def followed(self) -> bool:
         """Whether other graphs, or calls of this one, are known to follow."""
-        return bool(self.ahead.count) or self.ahead.others or not self.last
+        return bool(self.ahead.count) or self.ahead.others or self.inner or not self.last
 
     @property
     def percent(self) -> bool:
@@ -123,9 +126,17 @@ class Shares:
         if room is not None and self.ahead.others and not self.deferred and not self.percent:
             room //= 2  # others follow, and nobody knows what they need
         if room is None or not self.ahead.count:
-            return None if room is None else max(u.static + room, 0), None
+            return None if room is None else max(u.static + room, 0), self._most_kept(u)
         most, rest = self.ahead.part(room, need, rest, gradients)
         return u.static + most, None if self.ahead.elsewhere else rest
+
+    def _most_kept(self, u: Unplanned) -> int | None:
+        """Of a percentage, where others follow in the first step: its part of what it would keep between its passes,
+        as they have theirs."""
+        if self.deferred or not self.followed or self.ledger.settled or self.ahead.elsewhere:
+            return None
+        share = self.ledger.share_of(self.place, self.static, u.rest)
+        return None if share is None or share >= u.rest else max(share, u.handed[0])
 
     def _stay(self, handed: int) -> int:
         """Bytes of the gradients that stay, of those that are handed out."""
@@ -188,10 +199,13 @@ class CompiledGraph(GraphRuns):
         self._passes: dict[str, CompiledPass] = {}
         self._step: _Step | None = None
         self._heaps: dict[int, tuple[Any, allocator.Arena]] = {}
+        self._outputs: dict[int, Any] = {}
 
-    def handed_out(self, _storage: int) -> bool:
-        """Results of an earlier graph count as inputs of a later one."""
-        return False
+    def handed_out(self, storage: int) -> bool:
+        """Whether the storage of that identity is a result of the last forward pass that a backward pass follows, and
+        still there: it counts as what stays between the passes, not as an input of a later graph."""
+        reference = self._outputs.get(storage)
+        return reference is not None and not reference.expired()
 
     # --- running ---
 
@@ -210,7 +224,10 @@ class CompiledGraph(GraphRuns):
                 self._frame_arena.hold(self, inside)
             elif inside:
                 self._lies_in(heap, inside[0])
-            self.shares.keeps(place, list(results)[: len(results) - len(saved)], inside)
+            handed = list(results)[: len(results) - len(saved)]
+            tensors = [t for t in handed if isinstance(t, torch.Tensor)]
+            self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in tensors}
+            self.shares.keeps(place, handed, inside)
         if "backward" not in self._passes:
             self._report(self.plan.static, self._passes["forward"].last)
         return results
