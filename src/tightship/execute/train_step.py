@@ -276,9 +276,11 @@ class TrainStep(TrainUpdate):
         finally:
             self._inside = False
         if self._added == self.loop.accumulate:
-            self._update(averaged=False)
-            for _, p in self._owned.parameters:
-                p.grad = None
+            try:
+                self._update(averaged=False)
+            finally:  # a step leaves no gradients, also where it fails
+                for _, p in self._owned.parameters:
+                    p.grad = None
         return out
 
     def backward(self, batch: Any) -> Any:

@@ -66,8 +66,8 @@ class Shares:
     """A graph's part of the budget. ``storages``: the identities and bytes of the caller's tensors, of so many bytes
     in all; ``last``: no other graph follows; ``ahead``: calls of it that do; ``passed_on``: bytes of its gradients
     that an earlier graph's backward pass begins with; ``deferred``: a percentage of the graphs so far, or half
-    of what is left in bytes, is too little for it: whether all meet the budget is known when the others are; ``inner``: code calls it that was
-    to be compiled, too."""
+    of what is left in bytes, is too little for it: whether all meet the budget is known when the others are;
+    ``inner``: code calls it that was to be compiled, too."""
 
     ledger: Ledger
     place: Place
