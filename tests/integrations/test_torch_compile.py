@@ -34,10 +34,7 @@ BUDGETS = {
     "vit": ("100%", "70%"),
     "llama": ("100%", "70%", "50%"),
     "resnet": ("100%", "85%"),
-    "convnext": (
-        "100%",
-        "least",
-    ),  # which share that is follows from the scratch of this machine's convolutions
+    "convnext": ("100%", "least"),  # a share of it depends on the scratch of a machine's convolutions
     "swin": ("70%", "50%"),
     "t5": ("100%", "70%"),
     "norms": ("100%", "85%"),

@@ -153,6 +153,23 @@ def test_a_step_of_the_optimizer_that_is_too_much_is_said_behind_a_graph_without
     assert "graph -" not in str(found.value)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_step_of_the_optimizer_that_is_too_much_is_said(accumulate):
+    def run(budget=None):
+        torch._dynamo.reset()
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+        options = {"budget": budget, "optimizer": optimizer, "accumulate": accumulate}
+        call = torch.compile(model, backend="tightship", options=options)
+        call(torch.randn(2, 64)).square().mean().backward()
+        return compiled_session(call).ledger.step_peak()
+
+    peak = run()
+    assert run(peak) == peak
+    with pytest.raises(Infeasible, match=r"optimizer\.step\(\)"):
+        run(peak - 64)
+
+
 def test_everything_is_kept_where_there_is_room():
     assert [row[-1] for row in steps(1 << 26, lambda: Broken(False))] == [0, 0, 0]
 

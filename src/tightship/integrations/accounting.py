@@ -100,7 +100,7 @@ class Ledger:
     _evaluation: _Share = field(default_factory=_Share)
     _settled: bool = False
     _unmet: Infeasible | None = None  # why the graphs of the first step do not meet a percentage
-    _rows: dict[Place, Entry] = field(default_factory=dict)  # of the first step, as far as planned again
+    _rows: list[Entry] = field(default_factory=list)  # of the first step, as far as planned again
     _parts: dict[Place, Part] = field(default_factory=dict)  # what they may take of the budget
     _buckets: int = 0
     _most: int = 0  # bytes in use since `begin_step`, gradients included that were there already
@@ -230,31 +230,35 @@ class Ledger:
             self._settled = True
             rows = [self._current.get(p, e) for p, e in self.entries.items()]
             try:
-                self._check_step(max(rows, key=lambda e: e.gradients))
+                self._check_step()
                 self._check(rows)
-                self._divide({e.place: e for e in rows})
+                self._divide(rows)
             except Infeasible as no:
                 self._unmet = no
         if self._unmet is not None:
             raise copy.copy(self._unmet).with_traceback(None)
 
-    def _divide(self, rows: dict[Place, Entry]) -> None:
+    def _divide(self, rows: list[Entry]) -> None:
         if (limit := self.limit) is not None:
-            parts = divide(list(rows.values()), limit - self._others(list(rows.values())))
-            self._rows, self._parts = rows, dict(zip(rows, parts, strict=True))
+            parts = divide(rows, limit - self._others(rows))
+            self._rows, self._parts = rows, {e.place: part for e, part in zip(rows, parts, strict=True)}
 
     @property
     def settled(self) -> bool:
         """Whether all graphs of the first training step are known."""
         return self._settled
 
-    def part(self, place: Place, entry: Entry | None = None) -> Part | None:
-        """What the graph at ``place`` may take, once all are known; of what takes ``entry``, wherever that ran."""
-        places = (
-            [p for p, known in self._known.items() if any(entry is e for e in known)] if entry else [place]
-        )
-        parts = [self._parts[p] for p in places if p in self._parts]
+    def part(self, place: Place) -> Part | None:
+        """What the graph at ``place`` may take, once all are known."""
+        return self._parts.get(place)
+
+    def part_of(self, entry: Entry) -> Part | None:
+        """What the graph that takes ``entry`` may take wherever it ran, once all are known."""
+        parts = [self._parts[p] for p in self._places_of(entry) if p in self._parts]
         return Part(min(p.most for p in parts), min(p.rest for p in parts)) if parts else None
+
+    def _places_of(self, entry: Entry) -> list[Place]:
+        return [p for p, known in self._known.items() if any(entry is e for e in known)]
 
     def waits(self, entry: Entry) -> bool:
         """Whether a call of the graph that takes ``entry`` is between its two passes."""
@@ -262,21 +266,19 @@ class Ledger:
 
     def renew(self, old: Entry, new: Entry) -> bool:
         """Takes note that the graph that took ``old`` takes ``new``, wherever it runs; whether that fits."""
-        entries, renewed = dict(self.entries), {}
-        for place, known in self._known.items():
-            if any(e is old for e in known):
-                renewed[place] = [new if e is old else e for e in known]
-                static = self.entries[place].static
-                entries[place] = functools.reduce(larger, (_at(place, e, static) for e in renewed[place]))
+        renewed = {p: [new if e is old else e for e in self._known[p]] for p in self._places_of(old)}
+        entries = dict(self.entries)
+        for place, known in renewed.items():
+            static = entries[place].static
+            entries[place] = functools.reduce(larger, (_at(place, e, static) for e in known))
         try:
             self._check(list(entries.values()))
         except Infeasible:
             return False
         self.entries = entries
         self._known.update(renewed)
-        final = replace(new, unplanned=new.dynamic, unplanned_rest=new.rest)
-        rows = {p: _at(p, final, e.static) if p in renewed else e for p, e in self._rows.items()}
-        self._divide(rows)
+        final = replace(new, unplanned=new.dynamic, unplanned_rest=new.rest)  # it takes no more than that
+        self._divide([_at(e.place, final, e.static) if e.place in renewed else e for e in self._rows])
         return True
 
     def binding(self, training: bool) -> bool:
@@ -385,13 +387,12 @@ class Ledger:
         if the gradients it hands out leave an earlier graph's backward pass too little."""
         before = self.entries.get(place)
         self.entries[place] = entry if before is None else larger(before, entry)
-        if not follow or self._settled or self.budget is None or self.budget.bytes is not None:
-            self._check_step(entry)
-        rows = (
-            self._earlier(place, current) if current else [e for p, e in self.entries.items() if p != place]
-        )
-        order = list(self.entries).index(place)  # not the most of all kinds of it: no kind takes that
-        self._check([*rows[:order], entry, *rows[order:]])
+        final = not follow or self._settled or self.budget is None or self.budget.bytes is not None
+        if final and entry.training:
+            self._check_step()
+        earlier = self._earlier(place, current)
+        later = [] if current else list(self.entries.values())[len(earlier) + 1 :]
+        self._check([*earlier, entry, *later])  # not the most of all its kinds, which none takes
 
     def _check(self, rows: Sequence[Entry]) -> None:
         """Raise ``Infeasible`` where graphs need more than a budget in bytes, or than a percentage came to."""
@@ -423,10 +424,10 @@ class Ledger:
         rows = [self._current.get(p, e) if current else e for p, e in self.entries.items()]
         return sum(e.static for e in rows) + self._beside_static(max(e.results for e in rows))
 
-    def _check_step(self, entry: Entry) -> None:
+    def _check_step(self) -> None:
         """Raise ``Infeasible`` if the optimizer cannot step within the budget."""
         step, limit, need = self.step, self.limit, self.step_peak()
-        if step is None or limit is None or need <= limit or not entry.gradients:
+        if step is None or limit is None or need <= limit:
             return
         spare = step.workspace - step.one_by_one
         advice = (

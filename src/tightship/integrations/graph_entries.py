@@ -42,11 +42,6 @@ class Entry:
         return replace(self, rest=self.handed, unplanned_rest=self.handed)
 
     @property
-    def kept(self) -> int:
-        """What stays between its passes if everything was kept, but for what is kept elsewhere."""
-        return max(self.unplanned_rest, self.rest)
-
-    @property
     def training(self) -> bool:
         return bool(self.gradients or self.unplanned_rest)
 
@@ -76,7 +71,8 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of a budget: so many bytes beyond its inputs for a graph while it runs, and between its passes, at ``most``."""
+    """A graph's part of a budget: at most so many bytes beyond its inputs while it runs (``most``), and between its
+    passes (``rest``)."""
 
     most: int
     rest: int
@@ -84,44 +80,41 @@ class Part:
 
 def divide(rows: Sequence[Entry], limit: int) -> list[Part]:
     """What each of a step's graphs may take, of ``limit`` bytes for all: the same share, as large as possible, of
-    what it would need more to keep everything than it takes as planned.
+    what it would need more to keep everything than it takes as planned. While a graph runs it has all that is then
+    left.
 
-    Each of the rows fits as planned. Then a graph can be planned again within its part whatever the others do within
-    theirs.
+    The rows fit together as planned. A graph that is planned again within its part fits whatever others do in theirs.
     """
-    static, later = sum(e.static for e in rows), sum(e.gradients for e in rows)
+    static, gradients = sum(e.static for e in rows), sum(e.gradients for e in rows)
 
     def parts(share: float) -> list[Part]:
-        grown = [
-            (
+        return [
+            Part(
                 e.dynamic + int(share * max(e.unplanned - e.dynamic, 0)),
-                e.rest + int(share * max(e.kept - e.rest, 0)),
+                e.rest + int(share * max(e.unplanned_rest - e.rest, 0)),
             )
             for e in rows
         ]
-        return [Part(most, rest) for most, rest in grown]
 
     def room(found: Sequence[Part]) -> list[int]:
-        left, after, rooms = limit - static, later, []
+        """Beyond the inputs, beside what earlier graphs keep and later ones have handed out."""
+        kept, later, rooms = 0, gradients, []
         for e, part in zip(rows, found, strict=True):
-            after -= e.gradients
-            rooms.append((left if e.beside else limit - static) - after)
-            left -= part.rest
+            later -= e.gradients
+            rooms.append(limit - static - later - (kept if e.beside else 0))
+            kept += part.rest
         return rooms
 
     def fits(share: float) -> bool:
         found = parts(share)
         return all(p.most <= r for p, r in zip(found, room(found), strict=True))
 
-    low, high = 0.0, 1.0
-    if not fits(high):
-        for _ in range(30):
-            middle = (low + high) / 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-    else:
-        low = high
+    low, high = (1.0, 1.0) if fits(1.0) else (0.0, 1.0)
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
     found = parts(low)
-    return [Part(max(p.most, r), p.rest) for p, r in zip(found, room(found), strict=True)]
+    return [Part(r, p.rest) for p, r in zip(found, room(found), strict=True)]
 
 
 def rests(rows: Sequence[Entry], k: int) -> int:

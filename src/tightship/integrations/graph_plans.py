@@ -209,12 +209,6 @@ class GraphPlans:
                 plan = faster_on_heap(graph, limit, plan, lambda: default_plan(graph, limit, now(False)))
         return replace(plan, notes=(*plan.notes, *notes))
 
-    def _about(self, graph: Graph, least: int) -> Plan:
-        try:
-            return self.within(graph, least)
-        except Infeasible:
-            return self.within(graph, None)
-
     def _options(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
         """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
         options = self.session.options.planner
@@ -235,7 +229,10 @@ class GraphPlans:
         if rest is None or (not self.followed and not ledger.others_train(self.place)):
             return None
         if whole.boundary < 0:
-            return None if ledger.settled else self._about(graph, least)
+            try:
+                return None if ledger.settled else self.within(graph, least)
+            except Infeasible:
+                return self.within(graph, None)
         limit = graph.static_bytes + whole.need
         for most in (least, limit, limit):
             try:

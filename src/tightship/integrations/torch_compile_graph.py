@@ -354,7 +354,7 @@ class Compilation:
         assert old is not None
         graph = program.graph
         plans = GraphPlans(self.session, self.place, self.followed, time.perf_counter())
-        plan = plans.again(graph, ledger.part(self.place, old), None, first.whole)
+        plan = plans.again(graph, ledger.part_of(old), None, first.whole)
         if plan is None:
             return
         where = planned.cut(plan)
@@ -364,7 +364,7 @@ class Compilation:
             sum(graph.values[v].storage in first.unchecked for v in values)
             for values in (saved, planned.saved)
         ]
-        if apart[0] == apart[1] and ledger.renew(old, new):  # PyTorch knows how many those are
+        if apart[0] == apart[1] and ledger.renew(old, new):  # AOTAutograd has counted those
             self.entry = new
             planned.replace(plan, where, saved)
             if self.options.on_plan is not None:

@@ -199,13 +199,6 @@ class CompiledGraph(GraphRuns):
         self._passes: dict[str, CompiledPass] = {}
         self._step: _Step | None = None
         self._heaps: dict[int, tuple[Any, allocator.Arena]] = {}
-        self._outputs: dict[int, Any] = {}
-
-    def handed_out(self, storage: int) -> bool:
-        """Whether the storage of that identity is a result of the last forward pass that a backward pass follows, and
-        still there: it counts as what stays between the passes, not as an input of a later graph."""
-        reference = self._outputs.get(storage)
-        return reference is not None and not reference.expired()
 
     # --- running ---
 
@@ -225,8 +218,7 @@ class CompiledGraph(GraphRuns):
             elif inside:
                 self._lies_in(heap, inside[0])
             handed = list(results)[: len(results) - len(saved)]
-            tensors = [t for t in handed if isinstance(t, torch.Tensor)]
-            self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in tensors}
+            self._hands_out(handed)
             self.shares.keeps(place, handed, inside)
         if "backward" not in self._passes:
             self._report(self.plan.static, self._passes["forward"].last)

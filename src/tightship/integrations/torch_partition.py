@@ -317,6 +317,17 @@ class GraphRuns(NotCopied):
         self.sends: list[str] | None = None  # what it sends to them, in order, if that is known
         self._device = device
         self._complained = False
+        self._outputs: dict[int, Any] = {}
+
+    def handed_out(self, storage: int) -> bool:
+        """Whether the storage of that identity is a result of the last forward pass, and still there: it counts as
+        what that graph keeps, not as an input of a later one."""
+        reference = self._outputs.get(storage)
+        return reference is not None and not reference.expired()
+
+    def _hands_out(self, results: Sequence[Any]) -> None:
+        tensors = [t for t in results if isinstance(t, torch.Tensor)]
+        self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in tensors}
 
     def running(self, *, backward: bool = False) -> AbstractContextManager[None]:
         """Around each pass."""
@@ -358,7 +369,6 @@ class PlannedGraph(GraphRuns):
         self.kind = "inference" if joint.boundary is None else "training"
         self._joint, self._frame_arena, self._arena = joint, frame_arena, arena
         self._first: RunStats | None = None
-        self._outputs: dict[int, Any] = {}
         self.program, self.plan = program, plan
         self.replace(plan, where, saved)
 
@@ -419,11 +429,6 @@ class PlannedGraph(GraphRuns):
             steps = range(where.at + 1, len(plan.steps))
             self.backward_pass = executor(steps, given, results, where.resumed, where.peaks[1])
 
-    def handed_out(self, storage: int) -> bool:
-        """Whether the storage of that identity is a result of the last forward pass, and still there."""
-        reference = self._outputs.get(storage)
-        return reference is not None and not reference.expired()
-
     # --- running ---
 
     def made(self, results: Sequence[Any], *, saved: bool) -> list[Any]:
@@ -454,7 +459,7 @@ class PlannedGraph(GraphRuns):
         if placed and self._tracked:
             self._frame_arena.hold(self, [saved[k] for k in self._tracked])
         self._first = self.forward_pass.last
-        self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in results[:count]}
+        self._hands_out(results[:count])
         if self.backward_pass is None:
             self._report(self.program.graph.static_bytes, self._first)
         return _fill(self._joint.forward, results[:count]) + saved

@@ -35,6 +35,7 @@ from torch.fx import GraphModule, Node  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked_symbols  # noqa: E402
 
 _TORCH: Final = torch.__file__.rpartition("__init__")[0]
+_CALLS: Final = ("_wrapped_call_impl", "_call_impl")
 
 
 def frame() -> tuple[int, str]:
@@ -263,17 +264,19 @@ def modules_beside() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
     compiled now. And those of other classes. So of modules that a compiled one calls where its graph breaks. Empty
     where nothing is known."""
     running: list[torch.nn.Module] = []
-    called = 0  # of these, from where the compiled code begins
+    within: list[torch.nn.Module] | None = None  # of these, up to what torch.compile was given
     frame: FrameType | None = sys._getframe()
-    while (frame := frame.f_back if frame is not None else None) is not None:
-        called = called or len(running) * (frame.f_code.co_filename == _eval_frame.__file__)
-        module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+    while frame is not None:
+        if within is None and frame.f_code.co_filename == _eval_frame.__file__:
+            within = running.copy()
+        module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
         if isinstance(module, torch.nn.Module):
             running.append(_inside(module))
+        frame = frame.f_back
     if not running:
         return [], []
-    if inner() and called > 1:
-        return _beside_within(running[0], running[called - 1])
+    if inner() and within and within[0] is not within[-1]:
+        return _beside_within(within[0], within[-1])
     compiled: dict[int, tuple[torch.nn.Module, Any]] = {}
     for m in running[-1].modules():
         runs = (getattr(m, "_compiled_call_impl", None), m.__dict__.get("forward"))
