@@ -1,6 +1,7 @@
 """The code of a step runs once in every step; what it asks for anew is taken over, captured again, or refused."""
 
 import contextlib
+import gc
 import itertools
 import random
 
@@ -88,6 +89,44 @@ def test_a_schedule_is_neither_captured_nor_planned_again(count):
         losses.append(step(batch()).item())
     assert (count.captures, count.plans) == (1, 1)
     assert len(set(losses)) == 5
+
+
+class Garbage:
+    """Only a search for garbage finds it, and calls torch then, as the finalizers of many packages do."""
+
+    def __init__(self, found):
+        self.itself, self.found, self.tensor = self, found, torch.zeros(2)
+
+    def __del__(self):
+        self.found.append(torch.zeros(2).add_(self.tensor).device.type)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("at", [0, 2])
+def test_what_becomes_garbage_elsewhere_is_no_part_of_a_step(count, at, asks):
+    """Finalizers run in the middle of whatever code runs when garbage is searched for."""
+    now = itertools.count()
+
+    def loss_fn(model, pair):
+        hidden = model[0](pair[0])
+        if next(now) in (at, at + 2):
+            others = [[] for _ in range(3000)]  # enough for Python to search of its own accord
+            if asks:
+                gc.collect()
+            del others
+        return F.cross_entropy(model[1:](hidden), pair[1])
+
+    gc.collect()
+    found = []
+    for k in range(4):
+        Garbage(found)
+        if k == 0:
+            step = fitted(net(), loss_fn, planner=count.planner)
+        step(batch())
+    assert (count.captures, count.plans) == (1, 1)
+    assert gc.isenabled()
+    gc.collect()
+    assert found == ["cpu"] * 4
 
 
 def test_a_number_that_changes_the_ops_is_captured_and_not_planned_twice(count):

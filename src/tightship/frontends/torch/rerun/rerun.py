@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,11 +116,17 @@ class Rerun(TorchFunctionMode):
         grad = torch.is_grad_enabled()
         try:
             whole = compat_packed.lists_asked_for_whole(self._may_look)
-            with heeded(), compat_calls.calls_seen(self.special), whole, self:
+            garbage = compat_capture.garbage_apart(partial(self._step_aside, True), self._step_aside)
+            with heeded(), garbage, compat_calls.calls_seen(self.special), whole, self:
                 return code(batch)
         except BaseException:
             torch.set_grad_enabled(grad)  # whatever failed may have failed in no_grad's exit, too
             raise
+
+    def _step_aside(self, aside: bool) -> bool:
+        """Whether calls run as they are from now on, and returns whether they did before."""
+        before, self._inside = self._inside, aside
+        return before
 
     def settle(self, results: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """To be called when the code has returned ``results``: their numbers. A trace that goes on from here, or has
