@@ -21,7 +21,7 @@ from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFail
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import Executor, Fallback
 from tightship.frontends.torch.optimizer.updates import Updater
-from tightship.frontends.torch.rerun import live_step, python_state
+from tightship.frontends.torch.rerun import live_step, python_state, stand_ins
 from tightship.frontends.torch.rerun.outcome import understood
 
 
@@ -849,7 +849,7 @@ def test_a_number_for_an_autograd_function_that_changes(count, function, capture
 def test_what_a_capture_leaves_needs_no_garbage_collector(monkeypatch):
     """A pass over all objects of a process that has imported much takes longer than small steps are captured."""
     collected = []
-    monkeypatch.setattr(live_step.gc, "collect", lambda *_: collected.append(True))
+    monkeypatch.setattr(stand_ins.gc, "collect", lambda *_: collected.append(True))
 
     def checkpointed(model, pair):
         return F.cross_entropy(

@@ -37,7 +37,7 @@ from tightship.execute.weights import into_memory
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
-from tightship.frontends.torch.rerun.live_step import Expired
+from tightship.frontends.torch.rerun.stand_ins import Expired
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
 from tightship.notebook import Shown

@@ -123,7 +123,7 @@ class FunctionCall:
 
 
 def add_hook(parameter: torch.Tensor, hook: Any) -> None:
-    """Asks that ``hook`` (a ``live_step.GradientHook``) be called in the backward pass when ``parameter`` gets its
+    """Asks that ``hook`` (a `GradientHook`) be called in the backward pass when ``parameter`` gets its
     gradient."""
 
 

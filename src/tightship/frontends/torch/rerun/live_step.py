@@ -4,19 +4,13 @@ What a step computes is known only when its code has run: a number may have been
 end, a tensor have been replaced. So the code runs in every step (`Rerun`), and what it asks for is compared with what
 was captured.
 
-A trace hands out the same stand-ins in every run. One that the code has put into a closure, a list or an attribute
-would be taken for the tensor of the step in which it is read. So after each run those that somebody else still holds
-are replaced in the trace, and expire: until the ops have run, every use of them is an error. What they stood for is
-handed back by the program behind the results, and they become that (`Asked.fill`), wherever they are: to the next
-step they are constants, of which each step may bring another.
+Stand-ins that the code keeps expire (`stand_ins`). What they stood for is handed back by the program behind the
+results, and they become that (`Asked.fill`), wherever they are: to the next step they are constants, of which each
+step may bring another.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,13 +25,13 @@ from tightship.frontends.torch.capture.incremental import Ending, StepCapture
 from tightship.frontends.torch.capture.random_state import random_state_watched
 from tightship.frontends.torch.capture.readings import Reading
 from tightship.frontends.torch.capture.state_restore import Change, Leftovers, stand_ins_in
-from tightship.frontends.torch.program import Program, tensors_in
-from tightship.frontends.torch.rerun.arguments import map_tensors, name_of
-from tightship.frontends.torch.rerun.execution import Inner
+from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.rerun.arguments import name_of
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace, add_hook, nowhere, write_back
+from tightship.frontends.torch.rerun.gradient_hooks import GradientHook
 from tightship.frontends.torch.rerun.numbers import Renumbering, with_numbers_at
-from tightship.frontends.torch.rerun.outcome import settled_key
-from tightship.frontends.torch.rerun.rerun import READS, SHOWN, Rerun
+from tightship.frontends.torch.rerun.rerun import Rerun
+from tightship.frontends.torch.rerun.stand_ins import Expired, Kept, expire_kept, held_elsewhere
 from tightship.frontends.torch.structure import (
     LossFn,
     Results,
@@ -47,7 +41,7 @@ from tightship.frontends.torch.structure import (
     tensor_leaves,
 )
 
-__all__ = ["Asked", "Begun", "Expired", "GradientHook", "Owned", "expire_kept", "run_code"]
+__all__ = ["Asked", "Begun", "Owned", "run_code"]
 
 
 class Begun(Protocol):
@@ -67,168 +61,6 @@ class Begun(Protocol):
 
     def abort(self) -> None:
         """All that its ops have changed is put back."""
-
-
-class Expired(torch.Tensor):
-    """What a stand-in becomes when its step has run."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise Unsupported(
-            f"{name_of(func)} of a tensor that an earlier step has made and its code has kept",
-            "a step's code runs on stand-ins, which have no contents when the step has run",
-            "the step that made it was not run to its end, or it was to retain its gradient (retain_grad): "
-            "set it anew, without",
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return "<a tensor of a step that has run, without contents>"
-
-    def __deepcopy__(self, memo: Any) -> Expired:
-        return self
-
-
-Kept = list[tuple[int, torch.Tensor]]
-"""Stand-ins that the code holds, each with its number."""
-
-
-def expire_kept(trace: FunctionTrace) -> Kept:
-    """To be called when a run of ``trace`` is over: stand-ins that are not the trace's alone expire, and all of them
-    if the run has captured it. Returns those that somebody else holds."""
-    now = _references(trace)
-    known = trace.references
-    kept = range(len(now)) if known is None else [n for n, c in enumerate(now) if c > known[n]]
-    kept = [n for n in kept if compat.is_fake(trace.tensors[n])]
-    if not kept and known is not None:
-        return []
-    gone = _replace(trace, kept)
-    trace.references = _references(trace)
-    return gone if known is not None else _held_elsewhere(gone)
-
-
-def _held_elsewhere(stand_ins: Kept) -> Kept:
-    """Those that are held by something else than this list, which is emptied, and than garbage."""
-    weak = [(n, weakref.ref(t)) for n, t in stand_ins]
-    stand_ins.clear()
-    if any(r() is not None for _, r in weak):
-        gc.collect()
-    return [(n, t) for n, r in weak if (t := r()) is not None]
-
-
-def _references(trace: FunctionTrace) -> list[int]:
-    return list(map(sys.getrefcount, trace.tensors))
-
-
-def _replace(trace: FunctionTrace, numbers: Iterable[int]) -> Kept:
-    fresh: dict[int, torch.Tensor] = {}
-    gone, places = [], trace.places
-    for n in numbers:
-        old = trace.tensors[n]
-        new = compat.another(old)
-        fresh[id(old)] = new
-        del trace.index[id(old)]
-        trace.tensors[n], trace.index[id(new)] = new, n
-        gone.append((n, old))
-
-    def own(t: torch.Tensor) -> torch.Tensor:
-        return fresh.get(id(t), t)
-
-    for k in sorted({k for n, _ in gone for k in places.get(n, ())}):
-        call = trace.calls[k]
-        call.args, call.kwargs = map_tensors(own, call.args), map_tensors(own, call.kwargs)
-        call.answer = map_tensors(own, call.answer)
-    for _, old in gone:
-        compat_distributed.expire(old, Expired)
-    return gone
-
-
-class GradientHook:
-    """A hook on the parameter ``name``, as it was registered: ``fn`` of the gradient or, where ``late``, of the
-    parameter when its gradient is there. Equal to others that do the same; ``key`` is None where only running it
-    again tells what it does."""
-
-    def __init__(self, name: str, parameter: torch.Tensor, fn: Any, *, late: bool) -> None:
-        self.name, self.parameter, self.fn, self.late = name, parameter, fn, late
-        self.key = settled_key(fn)
-        self.made: list[Any] = []  # weakly, the tensors that it has seen
-        self._handles: list[Any] = []
-        if str(getattr(fn, "__module__", "")).startswith(("torch.autograd.graph", "torch.distributed")):
-            raise Unsupported(
-                f"{self}, which torch has put there", "it counts the nodes of autograd, which a planned step has not",
-                "remove it; between step.backward(batch) and step.update() (split=True) are all gradients",
-            )  # fmt: skip
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, GradientHook) or (other.name, other.late) != (self.name, self.late):
-            return False
-        return other.fn is self.fn if self.key is None or other.key is None else other.key == self.key
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.late))
-
-    def __str__(self) -> str:
-        how = "register_post_accumulate_grad_hook" if self.late else "register_hook"
-        code = getattr(self.fn, "__code__", None)
-        where = f" at {os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""
-        return f"the hook{where} on the parameter {self.name!r} ({how})"
-
-    def register(
-        self, target: Any, trace: FunctionTrace, others: Any, copies: Mapping[int, torch.Tensor] | None = None
-    ) -> None:
-        """On a tensor that stands for the parameter, as ``others``, by number, do for the tensors of ``trace``, and
-        ``copies``, by id, for what else it reaches."""
-
-        def called(given: torch.Tensor) -> Any:
-            with _InHook(self, trace, others, copies or {}):
-                return self.fn(self.parameter if self.late else given)
-
-        how = target.register_post_accumulate_grad_hook if self.late else target.register_hook
-        self._handles.append(how(called))
-
-    def remove(self) -> None:
-        """From all that stood for the parameter, which would be kept for ever: Python's search for garbage does not
-        see what a tensor keeps."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def keeps(self) -> bool:
-        """Whether something is held of what it has seen, when all else is gone."""
-        if self.key is None and any(r() is not None for r in self.made):
-            gc.collect()
-        return self.key is None and any(r() is not None for r in self.made)
-
-
-class _InHook(Inner):
-    """Inside of a hook: it may compute with tensors that have no data, and not look at them or take them away."""
-
-    def __init__(
-        self, hook: GradientHook, trace: FunctionTrace, others: Any, copies: Mapping[int, torch.Tensor]
-    ) -> None:
-        super().__init__(trace, others)
-        self.hook, self.copies = hook, copies
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.copies:
-            args, kwargs = map_tensors(lambda t: self.copies.get(id(t), t), (tuple(args), dict(kwargs or {})))
-        reads = name_of(func) in READS and any(compat.is_fake(t) for t in tensors_in(args))
-        unplannable = Unplannable(
-            f"{self.hook}, which reads a gradient ({name_of(func)}),", _NO_DATA, _BETWEEN
-        )
-        if reads and name_of(func) in SHOWN:
-            raise unplannable
-        try:
-            out = super().__torch_function__(func, types, args, kwargs)
-        except Unsupported as no:
-            raise unplannable if reads else no from no
-        self.hook.made += [weakref.ref(t) for t in tensors_in(out) if compat.is_fake(t)]
-        return out
-
-
-_NO_DATA = "gradients are there only when the step has run"
-_BETWEEN = (
-    "do it between step.backward(batch) and step.update() (fit(…, split=True)), or with ops alone "
-    "(total.add_(grad.norm()), where total is a tensor)"
-)
 
 
 class Owned:
@@ -327,16 +159,13 @@ def run_code(
     finally:
         code.expire(kept)
     if code.ended is None and not _handed_back(asked.trace, kept):
-        kept = _held_elsewhere(kept)
+        kept = held_elsewhere(kept)
     if code.ended is not None or _handed_back(asked.trace, kept):
         asked = code.completed(asked, kept)
     else:
         asked = _handing_back(owned, ending, batch, asked, kept, name, begun)
     for hook in code.hooks:
-        if hook.keeps():
-            raise Unplannable(
-                f"{hook}, which keeps a gradient or what it has made of one,", _NO_DATA, _BETWEEN
-            )
+        hook.check_kept()
     return asked
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightship.errors import TightshipError, Unplannable, Unsupported
+from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch import compat, compat_calls, compat_capture, compat_packed
 from tightship.frontends.torch.capture.readings import Reading, readings_now
 from tightship.frontends.torch.capture.tape import Origin
@@ -32,6 +32,16 @@ from tightship.frontends.torch.rerun.arguments import (
     plainly_same,
     same_plain,
 )
+from tightship.frontends.torch.rerun.calls import (
+    MAKES_DATA,
+    READS,
+    can_look,
+    check_call,
+    functions_in,
+    hands_back,
+    has_already,
+    repeats,
+)
 from tightship.frontends.torch.rerun.execution import Capturing, Execution
 from tightship.frontends.torch.rerun.function_trace import (
     ExecutionState,
@@ -42,28 +52,10 @@ from tightship.frontends.torch.rerun.function_trace import (
     unknown,
     write_back,
 )
-from tightship.frontends.torch.rerun.outcome import function_key, inner_key, understood
+from tightship.frontends.torch.rerun.outcome import function_key, inner_key
+from tightship.frontends.torch.rerun.watched import Watched
 
-__all__ = ["READS", "SHOWN", "Rerun"]
-
-
-_DATA = {"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy", "frombuffer", "from_dlpack"}
-"""Functions that make tensors of Python's data, where no tensor is among their arguments."""
-
-_WATCHED = 1 << 24
-"""Bytes of constants in memory of NumPy's or of others, at most, that are watched for changes while the code runs."""
-
-READS = {
-    "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "is_nonzero", "equal",
-    "allclose", "numpy", "__array__", "__contains__", "__format__", "__repr__", "__str__", "data_ptr", "__reversed__",
-}  # fmt: skip
-"""Functions that hand contents to Python: of tensors that the step does not write, they are run in every step."""
-
-SHOWN = {"__repr__", "__format__", "__str__", "numpy", "__array__", "data_ptr", "__dlpack__"}
-_CONTENTS = {"tolist", "numpy", "__array__", "__repr__", "__str__", "__format__"}
-"""Of these, functions that are given copies of contents in the place of tensors without any."""
-_OF_GRADIENTS = ("grad.__get__", "grad.__set__", "backward")
-_SETTERS = {"grad.__set__", "set_", "resize_"}
+__all__ = ["Rerun"]
 
 
 class _Differs(Exception):
@@ -106,8 +98,7 @@ class Rerun(TorchFunctionMode):
         self._others: dict[int, int] = {}  # numbers of tensors that are not this trace's own, by id
         self._held: list[Any] = []  # keeps their ids from being given to others
         self._thread = threading.get_ident()
-        self._watched: list[tuple[torch.Tensor, bytes]] = []
-        self._watched_bytes = 0
+        self._watched = Watched()
         self.shown = [self.trace]  # the traces whose tensors the code has seen
 
     def run(self, code: Callable[[Any], Any]) -> Any:
@@ -131,11 +122,7 @@ class Rerun(TorchFunctionMode):
     def settle(self, results: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """To be called when the code has returned ``results``: their numbers. A trace that goes on from here, or has
         other results, is not what was followed."""
-        if any(_bytes_of(t) != then for t, then in self._watched):
-            raise Unsupported(
-                "changing an array that is also a tensor's in a step", "its ops run apart from its code",
-                "make the tensor by torch.tensor, or the array by numpy().copy(), which copy",
-            )  # fmt: skip
+        self._watched.check()
         if self.execution is None and self._at < len(self.trace.calls):
             ended = [c for c in self.candidates if len(c.calls) == self._at and self._leads_here(c)]
             if ended:
@@ -183,7 +170,7 @@ class Rerun(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(func, compat_calls.Special):
             func.keys = tuple(inner_key(f) for f in func.inner_code)
-            func.functions = tuple(map(function_key, _functions_in(args, kwargs)))
+            func.functions = tuple(map(function_key, functions_in(args, kwargs)))
         self._inside = True
         try:
             return self._called(func, args, kwargs)
@@ -321,19 +308,9 @@ class Rerun(TorchFunctionMode):
     def _shown(self, func: Any, contents: torch.Tensor, args: Any, kwargs: Any, graph: str) -> Any:
         """The answer of a function that looks at contents."""
         answer = compat.of_contents(func, contents, args, kwargs, graph)
-        if name_of(func) in ("numpy", "__array__") and not self._watch(contents, whatever=True):
+        if name_of(func) in ("numpy", "__array__") and not self._watched.add(contents, whatever=True):
             answer.flags.writeable = False  # too large to be watched
         return answer
-
-    def _watch(self, tensor: torch.Tensor, *, whatever: bool = False) -> bool:
-        """Ops run when the code has run: what it changes behind torch's back meanwhile, they would find changed.
-        Returns whether that would be noticed, if it is possible."""
-        if tensor.layout is torch.strided and (whatever or compat.is_foreign_memory(tensor)):
-            self._watched_bytes += tensor.numel() * tensor.element_size()
-            if self._watched_bytes > _WATCHED:
-                return False
-            self._watched.append((tensor, _bytes_of(tensor)))
-        return True
 
     def _compare(self, call: FunctionCall, args: Any, kwargs: Any) -> None:
         if call.kind == "data":  # what it makes of its arguments is compared
@@ -343,7 +320,7 @@ class Rerun(TorchFunctionMode):
         compared = Arguments(lambda key: self.trace.index.get(key, self._others.get(key)))
         if not compared.alike((tuple(args), kwargs), (call.args, call.kwargs), self.trace.index.get):
             raise _Differs
-        if compared.structural(call.func) or (compared.differs and _hands_back(call)):
+        if compared.structural(call.func) or (compared.differs and hands_back(call)):
             raise _Differs
         if compared.differs and isinstance(call.func, compat_calls.Special):  # code of the caller's own
             known = self.trace.renumbering
@@ -380,7 +357,7 @@ class Rerun(TorchFunctionMode):
         self.bound[n] = tensor
         self._others[id(tensor)] = n
         self._held.append(tensor)
-        self._watch(tensor)
+        self._watched.add(tensor)
 
     def _shares(self, tensor: torch.Tensor) -> bool:
         """Whether a new constant lies in bytes that the step knows by another name."""
@@ -536,18 +513,18 @@ class Rerun(TorchFunctionMode):
         elif func is add_hook:
             kind, answer = "hook", None
             execution.add_hook(*args)
-        elif not tensors and name in _DATA:
+        elif not tensors and name in MAKES_DATA:
             kind, answer = "data", func(*args, **kwargs)
             execution.constant(answer)
-            self._watch(answer)
+            self._watched.add(answer)
         elif tensors and name in READS and all(self._is_data(t) for t in tensors):
             kind, answer = "now", func(*args, **kwargs)
             self._note_constants(trace, args, kwargs, used=False)
             first = len(trace.tensors)
-        elif name == "data.__set__" and _has_already(trace, *args):
+        elif name == "data.__set__" and has_already(trace, *args):
             kind, answer = "nothing", None
         else:
-            self._check(name, args, kwargs, origin)
+            check_call(name, args, kwargs, origin, trace, execution.capture)
             self._note_constants(trace, args, kwargs)
             answer, looked = self._made(func, args, kwargs)
             kind = "op" if tensors or next(tensors_in(answer), None) is not None else "now"
@@ -564,7 +541,7 @@ class Rerun(TorchFunctionMode):
         guards = len(capture.guards)
         special = isinstance(func, compat_calls.Special)
         with capture.looking(told) if not special else nullcontext():
-            if self._can_look(name, args):
+            if can_look(name, args):
                 contents = execution.contents(func, args[0])
                 return self._shown(func, contents, args, kwargs, capture.guards[-1].graph), True
             answer = execution.call(func, args, kwargs)
@@ -574,12 +551,6 @@ class Rerun(TorchFunctionMode):
     def _may_look(self) -> bool:
         """Whether the code itself is running, and may look at what it computes."""
         return readings_now() is not None and not self._inside and threading.get_ident() == self._thread
-
-    def _can_look(self, name: str, args: Any) -> bool:
-        """Whether a function that needs contents can be given copies of them."""
-        if name not in _CONTENTS or not args or readings_now() is None:
-            return False
-        return compat.is_fake(args[0]) or type(args[0]) is torch.Tensor
 
     def _write_down(
         self, trace: FunctionTrace, kind: str, func: Any, args: Any, kwargs: Any, answer: Any,
@@ -591,7 +562,7 @@ class Rerun(TorchFunctionMode):
         trace.calls.append(
             FunctionCall(
                 func, own_containers(args), own_containers(kwargs), answer, kind, state, origin, first,
-                bound=any(n in trace.constants for n in numbers), repeats=_repeats(func, args, kwargs),
+                bound=any(n in trace.constants for n in numbers), repeats=repeats(func, args, kwargs),
                 guards=tuple(self.execution.capture.guards[guards:]),
             )
         )  # fmt: skip
@@ -602,7 +573,7 @@ class Rerun(TorchFunctionMode):
         for t in tensors_in((args, kwargs)):
             if id(t) not in trace.index and not compat.is_fake(t) and not compat.is_functorch(t):
                 self.execution.constant(t)
-                self._watch(t)
+                self._watched.add(t)
             n = trace.index.get(id(t))
             if used and n in trace.constants:
                 self._used.add(n)
@@ -613,86 +584,7 @@ class Rerun(TorchFunctionMode):
         known = n is None or n in self.trace.constants
         return known and n not in self._used and not compat.is_fake(tensor)
 
-    def _check(self, name: str, args: Any, kwargs: Any, origin: Origin) -> None:
-        """Refuses what capture cannot do as eager would."""
-        if name in SHOWN and not self._can_look(name, args):
-            raise Unplannable(
-                f"{name} of a tensor in a step at {origin}", "its contents are there only when the step has run",
-                "hand the tensor back as a result and look at it there",
-            )  # fmt: skip
-        if name in _OF_GRADIENTS and self._meets_gradients(name, args, kwargs):
-            raise Unplannable(
-                f"code of a step at {origin} that reads, sets or adds to gradients from before",
-                "it runs before the step adds to them", "clear gradients before such a step",
-            )  # fmt: skip
-        if name not in _SETTERS or not args:
-            return
-        n = self.trace.index.get(id(args[0]))
-        own = n is None or n < self.trace.inputs or n in self.trace.constants
-        if not own or compat.is_fake(args[0]):
-            return
-        if name == "grad.__set__" and len(args) > 1 and args[1] is None:
-            return
-        if (
-            name == "resize_"
-            and tuple(args[1] if args[1:] and type(args[1]) is not int else args[1:]) == args[0].shape
-        ):
-            return
-        raise Unplannable(
-            f"{name.removesuffix('.__set__')} of a parameter, buffer or constant set in a step at {origin}",
-            "the step runs on stand-ins for them", "set it before the step",
-        )  # fmt: skip
-
-    def _meets_gradients(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether a call finds or leaves something else in a parameter's gradient than in eager, where that is the
-        one that the step adds to."""
-        assert self.execution is not None
-        capture = self.execution.capture
-        if name != "backward":
-            return capture.adds_to(args[0])
-        inputs = kwargs.get("inputs")
-        return any(map(capture.adds_to, tensors_in(inputs) if inputs else (None,)))
-
 
 def _decisive(calls: Sequence[FunctionCall]) -> list[Any]:
     """The guards of calls that no other number satisfies."""
     return [g for call in calls if not call.reads_number for g in call.guards]
-
-
-def _has_already(trace: FunctionTrace, tensor: torch.Tensor, data: Any) -> bool:
-    """Whether what a tensor's data is set to is what was read there, and is there still: so modules move parameters
-    to where they are."""
-    for c in reversed(trace.calls):
-        if name_of(c.func) == "data.__set__" and c.args[0] is tensor and c.kind != "nothing":
-            return False
-        if c.answer is data:
-            return name_of(c.func) == "data.__get__" and c.args[0] is tensor
-    return False
-
-
-def _repeats(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the caller's own Python code runs inside the call or in its backward pass, with an unknown outcome."""
-    if func is add_hook:
-        return args[1].key is None
-    if isinstance(func, compat_calls.Special):
-        return None in func.keys or None in func.functions
-    return not all(map(understood, _functions_in(args, kwargs)))
-
-
-def _functions_in(args: Any, kwargs: Any) -> list[Any]:
-    """What may be called among arguments."""
-    return [x for x in (*args, *kwargs.values()) if callable(x) and not isinstance(x, (torch.Tensor, type))]
-
-
-def _hands_back(call: FunctionCall) -> bool:
-    """Whether an argument came back as the answer, which with another number may be a tensor of its own. Functions
-    that write in place always hand it back."""
-    if name_of(call.func).endswith("_"):
-        return False
-    given = {id(t) for t in tensors_in((call.args, call.kwargs))}
-    return any(id(t) in given for t in tensors_in(call.answer))
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
