@@ -32,6 +32,7 @@ LAYERS = (
     ("integrations",),
     ("result",),
     ("sources",),
+    ("requests",),
     ("__init__", "__main__", "api", "cli", "demo"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightship import BadInput, _core
-from tightship.api import SnapshotRequest
 from tightship.baselines.torch_allocator import CachingAllocator
 from tightship.cli import main
 from tightship.frontends.memory_snapshot import NO_STACK, is_snapshot, read_snapshot
+from tightship.requests import SnapshotRequest
 
 RECORDED = Path(__file__).parents[1] / "data/snapshots/torch-2.13-two-streams.pickle"
 """Written by torch 2.13's own allocator and ``_dump_snapshot``, on a CUDA runtime that computes nothing."""

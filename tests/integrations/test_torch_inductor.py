@@ -33,7 +33,7 @@ from tightship.frontends.torch.capture import fused, fused_writing
 from tightship.frontends.torch.capture.fused import fuse
 from tightship.frontends.torch.capture.fused_step import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
-from tightship.integrations import torch_inductor, torch_inductor_search
+from tightship.integrations import graph_shares, torch_inductor, torch_inductor_search
 from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans, measured_step
 from tightship.integrations.torchtitan import MemoryPolicy
 from tightship.planners.default import Options
@@ -1360,7 +1360,7 @@ def planned_lines(model, x, share, *, lean=False):
     found = []
 
     def partition(joint, inputs, outputs, static, lower):
-        shares = torch_inductor.Shares(torch_inductor.Ledger(None), (0, 0), lambda _: {}, last=True)
+        shares = graph_shares.Shares(torch_inductor.Ledger(None), (0, 0), lambda _: {}, last=True)
         options = torch_inductor.CompileOptions(cache=None)
         owner = torch_inductor._Compilation(gm_of[0], options, torch_inductor.FrameArena(), shares, "")
         search = torch_inductor_search.Search(owner, joint, inputs, outputs, static, lower)

@@ -13,13 +13,13 @@ import pytest
 
 from support.chains import chain, fan
 from support.commands import as_json, run
-from tightship import api
 from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Pool, Problem
 from tightship.planners.bank_sweep import sweep
 from tightship.planners.banks import Banked, assign_banks, parse_banks, problem_of, traffic_of
 from tightship.planners.packing import Search
+from tightship.requests import PlanRequest
 from tightship.serde import save_graph
 
 SEARCH = Search(seconds=20.0)
@@ -217,7 +217,7 @@ def test_banks_are_read():
 
 @pytest.mark.parametrize("graph", [chain(5), fan(4)], ids=["chain", "fan"])
 def test_traffic_is_each_read_and_write_of_each_op(graph):
-    plan = api.PlanRequest(graph).solve().plan
+    plan = PlanRequest(graph).solve().plan
     problem = problem_of(graph, plan, (FAST, SLOW))
     want = 0
     for op in graph.ops:

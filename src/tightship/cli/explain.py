@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tightship import api
-from tightship.api import PlanRequest, SnapshotRequest
 from tightship.cli.output import Output, targets, write_targets
 from tightship.cli.plan import solved
 from tightship.cli.verbs import is_module, loaded, read_budget
@@ -19,6 +18,7 @@ from tightship.report.decisions import why_tables
 from tightship.report.numbers import makers, module_costs, peak_of
 from tightship.report.progress import Line
 from tightship.report.text import change_lines, module_tables, peak_lines, peak_tables
+from tightship.requests import PlanRequest, SnapshotRequest
 from tightship.result import Planned
 from tightship.simulate import baseline, replay
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tightship.analysis.bounds import time_bound
-from tightship.api import BatchRequest, FrontierRequest, PlanRequest, plan_options
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.verbs import is_module, loaded, read_budget
 from tightship.errors import BadInput, TightshipError, Unsupported
@@ -23,6 +22,7 @@ from tightship.options import given_options, model_options
 from tightship.planners.default import Interrupted, Options, PlanOptions, read_options
 from tightship.planners.frontier import MOST
 from tightship.report.progress import Line
+from tightship.requests import BatchRequest, FrontierRequest, PlanRequest, plan_options
 from tightship.result import Planned, SplitPlanned
 from tightship.simulate import baseline, replay
 from tightship.sources import Source, users_code

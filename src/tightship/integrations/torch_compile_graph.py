@@ -26,7 +26,8 @@ from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph
 from tightship.integrations.graph_entries import Ahead, Entry
 from tightship.integrations.graph_plans import GraphPlans, Owner, Whole
-from tightship.integrations.torch_inductor import Shares, compile_within
+from tightship.integrations.graph_shares import Shares
+from tightship.integrations.torch_inductor import compile_within
 from tightship.integrations.torch_partition import (
     NOT_HELD,
     Cut,

@@ -30,7 +30,7 @@ __all__ = ["Search"]
 
 
 class Sharing(Protocol):
-    """What is used of the shares of a budget (`torch_inductor.Shares`)."""
+    """What is used of the shares of a budget (`graph_shares.Shares`)."""
 
     @property
     def ledger(self) -> Any: ...
