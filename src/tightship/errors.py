@@ -146,6 +146,27 @@ class Enough:
         return ", ".join((f"budget={self.nbytes}", *said))
 
 
+class Least(str):
+    """Advice that names the least bytes some other way takes, in the place of ``{}`` in ``text``."""
+
+    text: str
+    nbytes: int
+
+    def __new__(cls, text: str, nbytes: int) -> "Least":
+        from tightship.units import format_bytes  # here, as above
+
+        said = super().__new__(cls, text.format(format_bytes(nbytes)))
+        said.text, said.nbytes = text, nbytes
+        return said
+
+    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
+        return self.text, self.nbytes
+
+    def beside(self, nbytes: int) -> "Least":
+        """The same of a budget that holds so many more."""
+        return Least(self.text, self.nbytes + nbytes)
+
+
 class Infeasible(TightshipError):
     """No plan within the budget was found, or none exists.
 
@@ -195,11 +216,18 @@ class Infeasible(TightshipError):
         """The same with other budgets that are enough."""
         return self._with(enough=tuple(enough))
 
-    def beside(self, nbytes: int) -> "Infeasible":
-        """The same of a budget that holds ``nbytes`` beside what was planned."""
+    def of(self, budget: int) -> "Infeasible":
+        """The same of a budget that is no number to plan for: what else it holds takes more than there is."""
+        return self if budget == self.budget else self._with(budget=budget)
+
+    def beside(self, nbytes: int, rows: Sequence[tuple[str, int]] = ()) -> "Infeasible":
+        """The same of a budget that holds ``nbytes`` beside what was planned; ``rows``: what these are."""
         if not nbytes:
             return self
+        top = (*self.top, *((name, size, "") for name, size in rows if size > 0))
         return self._with(
+            top=tuple(sorted(top, key=lambda row: -row[1])) if rows else self.top,
+            advice=tuple(a.beside(nbytes) if isinstance(a, Least) else a for a in self.advice),
             budget=self.budget + nbytes,
             lower_bound=self.lower_bound + nbytes,
             best_peak=self.best_peak + nbytes,

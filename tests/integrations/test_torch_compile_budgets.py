@@ -154,3 +154,49 @@ def test_where_an_arena_costs_recomputation_the_heap_is_taken(arena):
     assert plan.count("recompute") <= 4 and plan.arena == 0 and plan.peak <= plan.budget
     assert planned.last.measured_peak == plan.peak and planned.last.misses == 0
     assert any("with an arena it would take" in n for n in planned.notes) == arena
+
+
+def with_state(model):
+    """An optimizer whose state takes as much again as the parameters, twice."""
+    return torch.optim.AdamW(model.parameters())
+
+
+def trained_within(model, budget, mode, rows=256, **options):
+    optimizer = with_state(model)
+    call = compiled(model, budget=budget, optimizer=optimizer, mode=mode, **options)
+    step(call, model, batch(rows))
+    optimizer.step()
+    return call
+
+
+@pytest.mark.parametrize("make", [deep, Broken])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_what_an_error_says_would_do_does_although_others_share_the_budget(make, mode):
+    """The optimizer's state takes a part: numbers of the part that a graph has are none to ask with."""
+    with pytest.raises(errors.Infeasible) as found:
+        trained_within(make(), "20%", mode)
+    no = found.value
+    for _ in range(3):  # behind the first graph, the next one may need more, or the optimizer
+        torch._dynamo.reset()
+        assert sum(size for _, size, _ in no.top) <= no.best_peak
+        try:
+            call = trained_within(make(), no.best_peak, mode)
+            break
+        except errors.Infeasible as again:
+            assert again.budget == no.best_peak < again.best_peak
+            no = again
+    assert compiled_plans(call)
+    if make is deep:
+        assert no is found.value
+
+
+@pytest.mark.parametrize("make", [deep, Broken])
+@pytest.mark.parametrize("mode", ["exact", "compiled"])
+@pytest.mark.parametrize("budget", [0, 64, 4096, 30_000])
+def test_bytes_that_others_alone_take_are_refused_with_what_would_do(make, mode, budget):
+    with pytest.raises(errors.Infeasible) as found:
+        trained_within(make(), budget, mode)
+    assert found.value.budget == budget < found.value.best_peak
+    assert found.value.lower_bound <= found.value.best_peak
+    if found.value.at != "optimizer.step()":
+        assert any("state of AdamW" in name for name, _, _ in found.value.top)

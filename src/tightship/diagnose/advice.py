@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tightship.analysis.bounds import lower_bound
+from tightship.errors import Least
 from tightship.graph import Graph
-from tightship.units import format_bytes
 
 __all__ = ["advice", "batch_of", "smaller_batch"]
 
@@ -33,25 +33,21 @@ def advice(graph: Graph, budget: int, at_peak: Iterable[tuple[int, int]]) -> tup
     That storages are moved or compressed is judged by a bound: no plan of that kind needs less (`remedies` tries).
     The batch is an estimate: see `smaller_batch`.
     """
-    texts = []
+    texts: list[str] = []
     everything = range(len(graph.storages))
     away = int(lower_bound(graph, least=dict.fromkeys(everything, 0)))
     if graph.static_bytes > budget:
-        size = format_bytes(graph.static_bytes)
-        texts.append(f"nothing that a plan can do: parameters, state and inputs alone are {size}")
+        text = "nothing that a plan can do: parameters, state and inputs alone are {}"
+        texts.append(Least(text, graph.static_bytes))
     elif away > budget:
-        texts.append(
-            f"no offloading: an op, or the step's results, with the static set are {format_bytes(away)}"
-        )
+        texts.append(Least("no offloading: an op, or the step's results, with the static set are {}", away))
     else:
-        texts.append(f"offloading (allow=recompute,offload): no less than {format_bytes(away)} then")
+        texts.append(Least("offloading (allow=recompute,offload): no less than {} then", away))
         half = {s: x.size // 2 for s, x in enumerate(graph.storages) if s not in graph.static}
         packed = int(lower_bound(graph, least=half))
         if packed <= budget:
-            text = (
-                f"compression, to half the bytes where it is lossy: no less than {format_bytes(packed)} then"
-            )
-            texts.append(text)
+            text = "compression, to half the bytes where it is lossy: no less than {} then"
+            texts.append(Least(text, packed))
     smaller, batch = smaller_batch(graph, budget, at_peak), batch_of(graph)
     if smaller:
         how = "" if graph.meta.get("source") in _FILES else " (--max-batch finds the largest)"

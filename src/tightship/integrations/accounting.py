@@ -449,10 +449,8 @@ class Ledger:
             budget=limit, lower_bound=need, best_peak=need, top=top, at="optimizer.step()", advice=advice
         )
 
-    def beside(self, place: Place) -> str:
+    def beside(self, place: Place) -> list[tuple[str, int]]:
         """What the optimizer and earlier graphs take of the budget while the graph at ``place`` runs, for people."""
-        if self.limit is None:
-            return ""
         earlier = [e for e in self._earlier(place, current=True) if e.place != _OPTIMIZER]
         rows = [
             ("what earlier graphs keep for their backward passes", sum(e.rest for e in earlier)),
@@ -464,9 +462,21 @@ class Ledger:
                 ("gradients", step.gradients if self.accumulate else 0),
                 ("buckets of DistributedDataParallel", self._buckets),
             ]
-        text = ", ".join(f"{n} {format_bytes(b)}" for n, b in rows if b)
-        whose = "the budget" if step is None else "the whole step's budget"
-        return f"of {whose} of {format_bytes(self.limit)} the graph has what is left: {text}" if text else ""
+        return [(name, size) for name, size in rows if size]
+
+    def of_the_whole(self, place: Place, no: Infeasible) -> Infeasible:
+        """``no``, which is about the part of the budget that the graph at ``place`` has, of the whole: its numbers
+        are those to ask with."""
+        limit = self.limit
+        if limit is None or no.budget >= limit:
+            return no
+        rows, shift = self.beside(place), limit - no.budget
+        said = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows)
+        whose = "the budget" if self.step is None else "the whole step's budget"
+        text = f"of {whose} of {format_bytes(limit)} the graph has what is left: {said}"
+        others = shift - sum(size for _, size in rows)
+        no = no.beside(shift, [*rows, ("what else shares the budget", others)])
+        return no.with_advice((*no.advice, text)) if rows else no
 
     def planned_step(self) -> int:
         """The most bytes in use in a step like the last: the graphs that ran last, and the optimizer's step."""

@@ -169,7 +169,7 @@ class GraphPlans:
         possible."""
         if free is None:
             return self.within(graph, None)
-        whole = max(graph.static_bytes + free, 0)
+        whole = graph.static_bytes + free
         budget, ledger = self.session.ledger.budget, self.session.ledger
         known = budget is not None and budget.bytes is not None
         if self.followed and (known or ledger.resolved_before(self.place, training)):
@@ -187,6 +187,11 @@ class GraphPlans:
         """With an arena, unless one (and results beside it) needs more than the budget although the peak
         does not, or, on the CPU, only fits with more recomputation. No arena where what stays between the passes is
         ``held``: another call's would lie there."""
+        if limit is not None and limit < 0:  # others take more than there is
+            try:
+                return self.within(graph, 0, held)
+            except Infeasible as no:
+                raise no.of(limit) from None
         options, notes = self._options(graph)
         arena = self.session.options.arena and held is None
 

@@ -24,7 +24,7 @@ class Shares:
     in all; ``last``: no other graph follows; ``ahead``: calls of it that do; ``passed_on``: bytes of its gradients
     that an earlier graph's backward pass begins with; ``deferred``: a percentage of the graphs so far, or half
     of what is left in bytes, is too little for it: whether all meet the budget is known when the others are;
-    ``inner``: code calls it that was to be compiled, too."""
+    ``inner``: code calls it that was to be compiled, too; ``missing``: bytes that others take beyond the budget."""
 
     ledger: Ledger
     place: Place
@@ -36,6 +36,7 @@ class Shares:
     inner: bool = False
     entry: Entry | None = None
     static: int = 0
+    missing: int = 0
 
     def describe(self) -> object:
         """What limits depend on besides this graph, in short: kept code of another one is found out by its limit."""
@@ -66,7 +67,7 @@ class Shares:
         if later and self.ledger.budget is not None:
             return None
         free = self.ledger.available(self.place, self.static, need, training=False)
-        return None if free is None else max(static + free, 0)
+        return None if free is None else self._left(static + free)
 
     def training_limit(self, u: Unplanned) -> tuple[int | None, int | None]:
         """The most bytes for a graph that takes ``u`` as Inductor has it; and, where calls of it are ahead, how many
@@ -83,9 +84,14 @@ class Shares:
         if room is not None and self.ahead.others and not self.deferred and not self.percent:
             room //= 2  # others follow, and nobody knows what they need
         if room is None or not self.ahead.count:
-            return None if room is None else max(u.static + room, 0), self._most_kept(u)
+            return None if room is None else self._left(u.static + room), self._most_kept(u)
         most, rest = self.ahead.part(room, need, rest, gradients)
         return u.static + most, None if self.ahead.elsewhere else rest
+
+    def _left(self, room: int) -> int:
+        """What there is, nothing where others take more than the budget."""
+        self.missing = max(-room, 0)
+        return max(room, 0)
 
     def _most_kept(self, u: Unplanned) -> int | None:
         """Of a percentage, where others follow in the first step: its part of what it would keep between its passes,

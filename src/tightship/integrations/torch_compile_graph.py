@@ -116,7 +116,7 @@ class Compilation:
             run, planned = compile_within(gm, inputs, options, arena, shares)
         except Infeasible as no:
             if not (shares.followed and not later if shares.percent else ahead.others):
-                raise self._advised(no, later, ahead) from None
+                raise self._advised(no.of(no.budget - shares.missing), later, ahead) from None
             shares = replace(shares, deferred=True)
             run, planned = compile_within(gm, inputs, options, arena, shares)
         session.graphs.append(planned)
@@ -421,14 +421,13 @@ class Compilation:
         return self._uncounted(others) + sum(compat_distributed.storage_sizes(trained).values())
 
     def _advised(self, no: Infeasible, later: bool, ahead: Ahead = Ahead()) -> Infeasible:  # noqa: B008
-        """``no`` with what else of the budget is taken; ``later``: whether the budget was resolved before."""
+        """``no`` of the whole budget, with what else of it is taken; ``later``: whether it was resolved before."""
         others = (
             f"{ahead.count} more calls of this graph share the budget, with {format_bytes(ahead.static)} of "
             "parameters and buffers of their own, their gradients, and what they keep for the backward pass"
         )
-        beside = self.session.ledger.beside(self.place)
-        texts = (_RESOLVED if later else "", others if ahead.count else "", beside)
-        more = [text for text in texts if text]
+        no = self.session.ledger.of_the_whole(self.place, no)
+        more = [_RESOLVED] * later + [others] * (ahead.count > 0)
         return no.with_advice((*no.advice, *more)) if more else no
 
 
