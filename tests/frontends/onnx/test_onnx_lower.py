@@ -329,14 +329,14 @@ def test_a_branch_that_cannot_run_at_these_sizes_is_not_counted(tmp_path):
 
 
 def test_types_without_a_size_are_named(tmp_path):
-    optional = helper.make_optional_type_proto(helper.make_tensor_type_proto(FLOAT, [2]))
-    nodes = [node("OptionalGetElement", ["x"], ["out"])]
-    with pytest.raises(Unsupported, match=r"'x', an optional, .*cut off the nodes around it"):
-        graph_of(tmp_path, made(nodes, [helper.make_value_info("x", optional)], [value("out", [2])]))
-    nodes = [node("SequenceConstruct", ["x", "x"], ["s"]), node("SequenceAt", ["s", "i"], ["out"])]
-    inputs = [value("x", [2]), value("i", [], TensorProto.INT64)]
-    with pytest.raises(Unsupported, match=r"s, a sequence, .*zipmap=False"):
-        graph_of(tmp_path, made(nodes, inputs, [value("out", None)]))
+    maps = helper.make_sequence_type_proto(
+        helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(FLOAT, []))
+    )
+    with pytest.raises(Unsupported, match=r"'x', a map, .*zipmap=False.*cut off the nodes around it"):
+        graph_of(tmp_path, made([], [helper.make_value_info("x", maps)], []))
+    whole = helper.make_sequence_type_proto(maps)
+    with pytest.raises(Unsupported, match=r"'x', a map"):
+        graph_of(tmp_path, made([], [helper.make_value_info("x", whole)], []))
 
 
 def test_ops_that_are_functions_of_others_have_sizes(tmp_path):
