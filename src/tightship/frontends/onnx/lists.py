@@ -85,7 +85,10 @@ def merged(one: TensorType, other: TensorType) -> TensorType:
     if one == other:
         return one
     if one.is_list and other.is_list:
-        element = merged(one.element, other.element) if one.element and other.element else None
+        pair = one.element, other.element
+        element = (
+            merged(*pair) if pair[0] and pair[1] else pair[0] or pair[1]
+        )  # an optional of nothing has none
         if one.items is None or other.items is None or len(one.items) != len(other.items):
             return TensorType(NO_TENSOR, element=element, steady=False)
         items = tuple(merged(a, b) for a, b in zip(one.items, other.items, strict=True))
