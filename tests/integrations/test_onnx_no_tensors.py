@@ -219,6 +219,25 @@ def test_sequences_with_a_budget_are_made_once(tmp_path):
         write_model(lower(read(path), "n=64"), plan, tmp_path / "out.onnx", PLANNED)
 
 
+def test_a_branch_without_a_sequence_asks_how_many_tensors_the_other_has(tmp_path):
+    kind = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
+    whole = helper.make_value_info("o", helper.make_optional_type_proto(kind))
+    made_, none = ([node("SequenceConstruct", ["x", "x"], ["s"]), node("Optional", ["s"], ["o"])],
+                   [helper.make_node("Optional", [], ["o"], type=kind)])  # fmt: skip
+    branches = {
+        f"{name}_branch": helper.make_graph(nodes, name, [], [whole])
+        for name, nodes in (("then", made_), ("else", none))
+    }
+    nodes = [helper.make_node("If", ["go"], ["all"], **branches)]
+    result = helper.make_value_info("all", whole.type)
+    model = model_of(nodes, [value("x", [4, 8]), value("go", [], TensorProto.BOOL)], [result])
+    path = saved(tmp_path, model)
+    with pytest.raises(UnknownSize, match=r"give --shape all=N"):
+        lower(read(path))
+    graph = lower(read(path), "all=2,all[0]=4x8,all[1]=4x8").graph
+    assert [v.shape for v in graph.values if v.name == "all[1]"] == [(4, 8)]
+
+
 FAULTY = {
     "place 2 of a sequence of 2": [
         node("SequenceConstruct", ["x", "x"], ["s0"]), node("SequenceInsert", ["s0", "x", "at"], ["s1"]),

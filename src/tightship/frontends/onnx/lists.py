@@ -85,10 +85,9 @@ def merged(one: TensorType, other: TensorType) -> TensorType:
     if one == other:
         return one
     if one.is_list and other.is_list:
-        pair = one.element, other.element
-        element = (
-            merged(*pair) if pair[0] and pair[1] else pair[0] or pair[1]
-        )  # an optional of nothing has none
+        element = one.element or other.element  # an optional of nothing has none
+        if one.element and other.element:
+            element = merged(one.element, other.element)
         if one.items is None or other.items is None or len(one.items) != len(other.items):
             return TensorType(NO_TENSOR, element=element, steady=False)
         items = tuple(merged(a, b) for a, b in zip(one.items, other.items, strict=True))
