@@ -240,6 +240,21 @@ def test_functions_of_other_opsets_are_named(tmp_path):
         graph_of(tmp_path, model)
 
 
+def test_functions_of_other_opsets_with_the_same_ops_are_inlined(tmp_path):
+    """As scikit-learn's KNNImputer is exported; Softmax is the same from opset 13 on, ReduceMean is not."""
+    kept, other = [node("Softmax", ["a"], ["c"])], [node("ReduceMean", ["a"], ["c"], axes=[0])]
+    model = made([node("L", ["x"], ["y"], domain="own")], [value("x", [2, 3])], [value("y", None)])
+    model.opset_import.add(domain="own", version=1)
+    model.functions.append(
+        helper.make_function("own", "L", ["a"], ["c"], kept, [helper.make_opsetid("", 13)])
+    )
+    assert [op.target for op in graph_of(tmp_path, model).ops] == ["Softmax"]
+    del model.functions[0].node[:]
+    model.functions[0].node.extend(other)
+    with pytest.raises(Unsupported, match=r"function 'L' of opset 13 in a model of opset"):
+        graph_of(tmp_path, model)
+
+
 def test_nameless_dimensions_are_those_of_their_axis(tmp_path):
     """Exporters write -1 or '?' for whatever they do not know: two of them are not one."""
     x = helper.make_tensor_value_info("x", FLOAT, [-1, 3, "?", "?"])

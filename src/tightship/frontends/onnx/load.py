@@ -326,6 +326,7 @@ def _inlined(proto: Any, place: str) -> Any:
     if size > LARGEST_STRUCTURE:
         fault = f"nodes of {size} bytes once its functions are inlined; the limit is {LARGEST_STRUCTURE}"
         raise BadInput(fault, place=place)
+    _to_one_opset(proto)
     try:
         made = onnx.inliner.inline_local_functions(proto)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -338,6 +339,28 @@ def _inlined(proto: Any, place: str) -> Any:
             "convert it with onnx.inliner.inline_local_functions(model, convert_version=True)",
         )
     return made
+
+
+def _to_one_opset(proto: Any) -> None:
+    """Give functions the model's opset where all of their ops are the same in both: onnx inlines no others."""
+    version = _opset(proto)
+    for f in proto.functions:
+        own = next((o for o in f.opset_import if _domain(o.domain) == ""), None)
+        if own is None or own.version == version:
+            continue
+        work, same = [f.node], True
+        while work and same:
+            nodes = work.pop()
+            work += (g.node for n in nodes for g in bodies(n))
+            same = all(_since(n, own.version) == _since(n, version) for n in nodes if not _domain(n.domain))
+        if same:
+            own.version = version
+
+
+def _since(node: Any, version: int) -> int:
+    """The opset that brought what an opset has for a node's op; 0 for none."""
+    known = onnx.defs.has(node.op_type, version, "")
+    return int(onnx.defs.get_schema(node.op_type, version, "").since_version) if known else 0
 
 
 def _maps_as_loops(proto: Any, place: str) -> Any:
