@@ -709,6 +709,16 @@ def own(op, inputs, weights=(), domain=MS, outputs=("y",), **attributes):
     return made(nodes, [value("x", ["n", 8, 16, 16])], [value("z", None)], weights, opset=17, opsets=opsets)
 
 
+def test_inputs_that_the_runtime_does_not_take_are_said(tmp_path):
+    """As its own quantizer adds a bias of 32 bits: the runtime knows the op, and does not load the model."""
+    scale, zero = tensor("scale", np.float32(1)), tensor("zero", np.uint8(0))
+    add = node("QLinearAdd", ["x", "scale", "zero"] * 2 + ["scale", "zero"], ["y"], domain=MS)
+    x = value("x", [4], TensorProto.INT32)
+    model = made([add], [x], [value("y", None)], [scale, zero], opsets=[helper.make_opsetid(MS, 1)])
+    with pytest.raises(BadInput, match=r"does not take these inputs: Type 'tensor\(int32\)' of input"):
+        graph_of(tmp_path, model)
+
+
 @pytest.mark.parametrize(
     ("model", "count"),
     [

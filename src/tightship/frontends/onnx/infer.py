@@ -310,6 +310,8 @@ class _Walk:
         values = {n: v for n in names if (v := scope.value(n)) is not None}
         known = {n: self.known(scope, n, where) for n in names}
         asked = contrib.results(node, known, values, self.opsets)
+        if isinstance(asked, str):
+            raise BadInput(f"onnxruntime does not take these inputs: {asked}", place=where)
         if asked is None and standard and found[0].shape is None:
             raise BadInput(f"unknown op {node.op_type!r}: it is not in opset {version}", place=where)
         return found if asked is None else asked
