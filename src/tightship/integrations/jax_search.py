@@ -330,7 +330,7 @@ class Search:
         """Whether XLA makes so much more of a plan than the model that further plans would be guesses."""
         if self._small or self._loops:
             return False
-        return made.memory.temporaries > max(self.room, _UNTRUE * self._takes(made.level))
+        return made.memory.temporaries > max(self.room, _UNTRUE * made.level.peak)
 
     def _costs_nothing(self, level: Level) -> bool:
         """Whether next to nothing runs again by the model."""
