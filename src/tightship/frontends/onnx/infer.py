@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import shape_inference
 
-from tightship.errors import BadInput, UnknownSize
+from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.onnx import contrib, lists
 from tightship.frontends.onnx.constants import (
     MOST,
@@ -28,7 +28,15 @@ from tightship.frontends.onnx.constants import (
 from tightship.frontends.onnx.control_flow import BODIES
 from tightship.frontends.onnx.load import Model
 from tightship.frontends.onnx.nested import label
-from tightship.frontends.onnx.types import Dim, Shapes, TensorType, not_a_tensor, parts_of, type_of
+from tightship.frontends.onnx.types import (
+    MOST_TENSORS,
+    Dim,
+    Shapes,
+    TensorType,
+    not_a_tensor,
+    parts_of,
+    type_of,
+)
 
 __all__ = ["Scope", "infer"]
 
@@ -77,6 +85,8 @@ def infer(model: Model, shapes: Shapes) -> Scope:
     return scope
 
 
+MOST_LISTED: Final = 1 << 20
+"""Tensors that a model's sequences have, all of them together, at most."""
 _HINTED: Final = 8
 """Dimensions that a message writes out as they are given."""
 _DECLARE: Final = (
@@ -93,6 +103,7 @@ class _Walk:
         self.unknown: dict[str, str] = {}  # by name: which axis of what it is
         self.of_inputs: tuple[str, ...] = ()  # those among them that are dimensions of the model's inputs
         self.notes: list[str] = []
+        self.listed = 0  # tensors in sequences
         self.shapeless: set[str] = set()  # values among them of which not even the rank is known
         self.names: dict[str, None] = {}  # of the dimensions that can be given
 
@@ -193,8 +204,16 @@ class _Walk:
             if root:
                 self.unknown[name] = f"the number of tensors in {of}"
             return t
+        self.listed += len(t.items)
+        if len(t.items) > MOST_TENSORS or self.listed > MOST_LISTED:
+            raise Unsupported(
+                f"{self.place}: {of}", f"a sequence has at most {MOST_TENSORS} tensors, all together {MOST_LISTED}",
+                "cut off the nodes around it (onnx.utils.extract_model)",
+            )  # fmt: skip
         items = tuple(
-            self._resolve(f"{name}[{k}]", x, root=root, of=f"tensor {k} of {of}")
+            x
+            if x.known and not self.shapes.says(f"{name}[{k}]")
+            else self._resolve(f"{name}[{k}]", x, root=root, of=f"tensor {k} of {of}")
             for k, x in enumerate(t.items)
         )
         return lists.with_items(t, items)

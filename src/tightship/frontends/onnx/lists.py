@@ -39,13 +39,7 @@ def results(node: Any, given: Given, value: Value, where: str) -> list[TensorTyp
     first = given[0] if given else None
     if first is not None and not first.is_list and node.op_type in _OF_SEQUENCES:
         raise BadInput(f"{node.input[0]!r} is a tensor, where the op reads a sequence", place=where)
-    made = rule(node, given, value, where)
-    if made.items is not None and len(made.items) > MOST_TENSORS:
-        raise Unsupported(
-            f"{where}: a sequence of {len(made.items)} tensors", f"the largest has {MOST_TENSORS}",
-            "cut off the nodes around it (onnx.utils.extract_model)",
-        )  # fmt: skip
-    return [made]
+    return [rule(node, given, value, where)]
 
 
 def kept(node: Any, given: Given, value: Value) -> list[int | None] | None:

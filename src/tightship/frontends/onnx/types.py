@@ -267,6 +267,10 @@ class Shapes:
                 raise BadInput(f"dimension {name!r} is {found}, not from 0 to 2^63-1", place="--shape")
         return found
 
+    def says(self, name: str) -> bool:
+        """Whether the user gives sizes under a name."""
+        return name in self.whole or name in self.dims
+
     def counted(self, value: str, t: TensorType) -> TensorType:
         """A sequence with as many tensors as the user says (``q=3``), or gives shapes for (``q[0]=2x3,q[1]=4x3``).
         Raises ``BadInput`` where the model has another number of them."""
