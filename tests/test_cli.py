@@ -88,7 +88,6 @@ def there(tmp_path, monkeypatch):
     (tmp_path / "needs.py").write_text("import no_such_thing_at_all\n")
     for name in (
         "model.ort",
-        "model.h5",
         "weights.safetensors",
         "weights.gguf",
         "step.mlir",
@@ -295,7 +294,6 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("model.pt2", "cannot open a file that may hold code: load it in a factory()"),
         (".", "not a regular file"),
         ("model.ort", "give the model.onnx that it was made of"),
-        ("model.h5", "save the model as model.keras"),
         ("weights.safetensors", "load them in a factory() and name that"),
         ("weights.gguf", "weights without a model"),
         ("step.mlir", "MLIR, such as StableHLO, is not read"),

@@ -181,10 +181,10 @@ def read_keras(
     here: see `tightship.frontends.tensorflow.keras_file`. ``shape`` gives sizes to inputs: ``x=8x32``, or a mapping;
     and to results of the graph that follow from data: ``node:0=5``.
     """
-    from tightship.frontends.tensorflow.keras_file import check_archive
+    from tightship.frontends.tensorflow.keras_file import check_archive, check_hdf5
     from tightship.frontends.tensorflow.keras_file import read_keras as read
 
-    check_archive(path)
+    (check_hdf5 if Path(path).suffix in _HDF5 else check_archive)(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         from tightship.frontends.tensorflow.lower import lower
@@ -217,11 +217,12 @@ _ONNX = _FileKind(read_onnx, ("shape", "views", "in_place"), "a model.onnx")
 _TENSORFLOW = _FileKind(
     read_graphdef, ("shape", "fetch", "feed"), "a graph.pb, .pbtxt or .meta of TensorFlow's"
 )
-_KERAS = _FileKind(read_keras, ("shape",), "a model.keras")
+_KERAS = _FileKind(read_keras, ("shape",), "a model.keras or .h5")
+_HDF5 = (".h5", ".hdf5")
 _TFLITE = _FileKind(lambda path, shape=None: read_tflite(path), (), "a model.tflite")
 _ENDINGS = {
     ".onnx": _ONNX, ".pb": _TENSORFLOW, ".pbtxt": _TENSORFLOW, ".meta": _TENSORFLOW, ".keras": _KERAS,
-    ".tflite": _TFLITE,
+    ".tflite": _TFLITE, **dict.fromkeys(_HDF5, _KERAS),
 }  # fmt: skip
 
 
@@ -242,7 +243,7 @@ def _file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 # --- SOURCE: any of them, by a text ---
 
 FILES = (
-    "model.onnx, a graph.pb of TensorFlow's, a model.keras or .tflite, a module.txt of HLO, or a graph.json or "
+    "model.onnx, a graph.pb of TensorFlow's, a model.keras, .h5 or .tflite, a module.txt of HLO, or a graph.json or "
     "plan.json of tightship's"
 )
 """The files that a SOURCE may be, in the words of the command line."""
@@ -252,7 +253,6 @@ _RETURNS = (
 )
 _NOT_READ = {
     ".ort": "onnxruntime's own format is not read: give the model.onnx that it was made of",
-    **dict.fromkeys((".h5", ".hdf5"), "HDF5 is not read: save the model as model.keras"),
     **dict.fromkeys(
         (".safetensors", ".gguf"), "weights without a model: load them in a factory() and name that"
     ),

@@ -127,3 +127,36 @@ def test_plans_with_as_many_operations_as_the_best_are_passed_over(monkeypatch) 
         4.0,
         5.0,
     )  # looked at: it may show where more begins
+
+
+def recurrences(params, x):
+    """Four layers that mix along 256 places by `associative_scan`, of whose small arrays XLA makes far more than the
+    model has."""
+
+    def along(a, b):
+        return a[0] * b[0], a[1] * b[0] + b[1]
+
+    for gate, up, down in params:
+        decay = jax.nn.sigmoid(x @ gate)
+        x = x + jax.nn.gelu(jax.lax.associative_scan(along, (decay, x @ up), axis=1)[1]) @ down
+    return x
+
+
+def test_policies_come_before_more_plans_where_the_model_is_far_from_what_xla_makes() -> None:
+    """As it is planned, a second plan and those after it cost more of the processor than all looks together."""
+
+    def step(params, means, squares, x):
+        loss, grads = jax.value_and_grad(lambda p: (recurrences(p, x) ** 2).mean())(params)
+        means = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, means, grads)
+        squares = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, squares, grads)
+        made = jax.tree.map(lambda p, m, v: p - 0.1 * m / (jnp.sqrt(v) + 1e-8), params, means, squares)
+        return made, means, squares, loss
+
+    keys = jax.random.split(KEY, 12)
+    params = [tuple(0.1 * jax.random.normal(k, (32, 32)) for k in keys[i : i + 3]) for i in range(0, 12, 3)]
+    means, squares = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+    x = jax.random.normal(KEY, (4, 256, 32))
+    fitted = tightship.jax.fit(step, "60%", donate_argnums=(0, 1, 2))
+    fit = fitted.prepare(params, means, squares, x)
+    assert fit.memory.total <= fit.budget
+    assert len(fit.tried) <= 6

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from support.graphs import made, node, saved, tensor, value
 from tightship import api
 from tightship.cli import main
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
 from tightship.integrations import onnx_compare, onnx_sessions
@@ -273,16 +273,6 @@ def test_what_several_read_of_quantized_values_is_dequantized_once(tmp_path, lev
     ran = measure(tmp_path / "out.onnx", feeds_of(program), **given)
     assert len(ran.order) == len(program.graph.ops)
     assert ran.peak == plan["peak"] - program.graph.static_bytes
-
-
-def test_other_sequences_are_refused(tmp_path):
-    nodes = [node("SplitToSequence", ["x"], ["s"]), node("SequenceAt", ["s", "i"], ["a"])]
-    nodes += [node("ConcatFromSequence", ["s"], ["b"], axis=0), node("Add", ["a", "b"], ["y"])]
-    inputs = [value("x", [4, 8]), value("i", [], TensorProto.INT64)]
-    unknown = [node("SequenceConstruct", ["x", "x"], ["s"]), node("SequenceAt", ["s", "i"], ["y"])]
-    for kept in (nodes, [nodes[0], node("SequenceAt", ["s", "i"], ["y"])], unknown):
-        with pytest.raises(Unsupported, match="a sequence"):
-            lower(read(saved(tmp_path, made(kept, inputs, [value("y", None)]))))
 
 
 def test_sparse_weights_are_planned_as_they_are(tmp_path, capsys):

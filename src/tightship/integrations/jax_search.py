@@ -117,6 +117,9 @@ _CLOSE, _ANYHOW = 1.1, 1.08
 a small program whatever it took."""
 _FAR = 1.75
 """How many times the budget's temporaries a program may take in one of XLA's orders to be looked at in the other."""
+_UNTRUE = 1.5
+"""How many times the model's bytes XLA may take for the first plan of a step without loops that is not small, for the
+next one to be planned by the model: beyond it, policies say sooner what XLA makes less of."""
 _SMALL = 500
 """Equations of a program that is soon looked at: twice as many plans are."""
 _LEAST = 0.5
@@ -279,6 +282,10 @@ class Search:
                 break
             takes, known = min(beyond, peak), len(self._looks)
             made = self.look(level, beyond * scale)
+            if not tries and self._untrue(made):
+                self._by_policies(math.inf, self.room * scale, _FAR)
+                if self.fitting():
+                    break
             if peak > beyond and more > max(beyond, peak) and not self.fitting():
                 # By the model nothing is within so little: what loops take inside counts beside the results, and XLA
                 # puts the one into the other.
@@ -318,6 +325,12 @@ class Search:
             self._levels[beyond] = level, self.planner.log
         level, self.planner.log = self._levels[beyond]
         return level
+
+    def _untrue(self, made: Candidate) -> bool:
+        """Whether XLA makes so much more of a plan than the model that further plans would be guesses."""
+        if self._small or self._loops:
+            return False
+        return made.memory.temporaries > max(self.room, _UNTRUE * made.level.peak)
 
     def _costs_nothing(self, level: Level) -> bool:
         """Whether next to nothing runs again by the model."""
@@ -370,9 +383,10 @@ class Search:
             return max(takes - short / first, by_ratio)
         return takes - short / min(most, max(least, (before[1] - made) / (before[0] - takes)))
 
-    def _by_policies(self, flops: float, most: float) -> None:
+    def _by_policies(self, flops: float, most: float, unlike: float = _UNLIKE) -> None:
         """What the policies of `jax.checkpoint` make of the step, those with at most ``flops`` that take at most
-        ``most`` bytes by the model, up to the first that is within the budget: what is planned is never behind."""
+        ``most`` bytes by the model, up to the first that is within the budget: what is planned is never behind.
+        ``unlike``: as `_hopeless` has it."""
         if self.before.total <= self.limit or self.room <= 0:
             return
         if self._policies is None:
@@ -383,7 +397,7 @@ class Search:
             if row.level.flops > flops:
                 break
             self._policies.remove(row)
-            if self._hopeless(row.least, _UNLIKE if most < math.inf else _FAR, row.name):
+            if self._hopeless(row.least, unlike if most < math.inf else _FAR, row.name):
                 passed.append(row)
                 continue
             if not row.planned and row.level.peak > self.room * self._scale:

@@ -170,7 +170,7 @@ class _Writer:
         self.proto = program.model.proto.graph
         self.nodes: list[Any] = [n for n in self.proto.node if n.op_type == "Constant" and not n.domain]
         self.first = len(self.nodes)
-        self.number = {v.name: k for k, v in enumerate(self.graph.values)}
+        self.number = {v.name: k for k, v in enumerate(self.graph.values) if k not in program.parts}
         self.maker = {v: o for o, op in enumerate(self.graph.ops) for v in op.outputs}
         self.stay = [0] * len(self.graph.storages)  # how often a storage has been made
         self.name: dict[int, tuple[str, int]] = {}  # of a value now, and the stay it is of
@@ -198,7 +198,8 @@ class _Writer:
         original = self.proto.node[self.program.nodes[op]]
         node = onnx.NodeProto()
         node.CopyFrom(original)
-        needed = {self.graph.values[v].name: self.current(i, v) for v in self.graph.ops[op].inputs}
+        read = [v for v in self.graph.ops[op].inputs if v not in self.program.parts]
+        needed = {self.graph.values[v].name: self.current(i, v) for v in read}
         _rename_inputs(node, {old: new for old, new in needed.items() if old != new})
         defined = set(self.graph.uses.defines[op])
         for s in defined & kept:
@@ -217,6 +218,9 @@ class _Writer:
             if s in kept or s not in defined:
                 self.name[v] = node.output[k], self.stay[s]
                 self.names.setdefault((s, self.stay[s]), []).append(node.output[k])
+        for v in self.program.parts.intersection(self.graph.ops[op].outputs):
+            s = self.graph.values[v].storage
+            self.names.setdefault((s, self.stay[s]), []).append(self.graph.values[v].name)
         self.nodes.append(node)
 
     def current(self, i: int, v: int) -> str:
@@ -240,6 +244,8 @@ class _Writer:
         """The nodes, in which results have the names the model's users know."""
         swap: dict[str, str] = {}
         for v in self.graph.outputs:
+            if v in self.program.parts:
+                continue
             if v in self.maker and (now := self.current(-1, v)) != (known := self.graph.values[v].name):
                 swap |= {now: known, known: now}
         if swap:
@@ -317,7 +323,7 @@ def _rearranged(program: Program, nodes: list[Any], plan: Plan, offsets: dict[st
 def _name_dimensions(proto: Any, program: Program) -> None:
     """Say of a result that onnxruntime may write over an input that both have one shape. It does so only where it
     knows that, and of sizes which it cannot infer it knows nothing unless they have names."""
-    values = {v.name: v for v in program.graph.values}
+    values = {v.name: v for k, v in enumerate(program.graph.values) if k not in program.parts}
     made = {n for node in proto.graph.node for n in node.output}
     infos = {x.name: x for x in (*proto.graph.value_info, *proto.graph.output)}
     for node in proto.graph.node:
@@ -355,7 +361,8 @@ def _one_shape(given: Any, made: Any, rank: int) -> None:
 def _declare(proto: Any, program: Program) -> None:
     """Inputs and results without a type or a shape get them, the shape's rank alone: the checker asks for them, and
     runtimes do not."""
-    values = {v.name: v for v in program.graph.values if v.dtype != TensorType(NO_TENSOR).name}
+    tensors_ = (v for k, v in enumerate(program.graph.values) if k not in program.parts)
+    values = {v.name: v for v in tensors_ if v.dtype != TensorType(NO_TENSOR).name}
     for x in (*proto.graph.input, *proto.graph.output):
         if x.name not in values or x.type.WhichOneof("value") not in (None, "tensor_type"):
             continue

@@ -205,20 +205,28 @@ def random_feeds(
     path: str | os.PathLike[str], sizes: Mapping[str, tuple[int, ...]], seed: int = 0, below: int = 4
 ) -> dict[str, Any]:
     """Inputs for a model: normal numbers, whole numbers from 0 to ``below`` (as text for strings), or true, of the
-    given shapes."""
+    given shapes; of a sequence as many tensors as its size says, of the shapes of ``name[0]``, ``name[1]``, …"""
     rng = np.random.default_rng(seed)
     graph = read(path, convert=False).proto.graph
     weights = {t.name for t in graph.initializer}
     feeds: dict[str, Any] = {}
     for i in (i for i in graph.input if i.name not in weights):
-        shape, kind = sizes[i.name], onnx.TensorProto.DataType.Name(i.type.tensor_type.elem_type)
-        if kind.startswith(("FLOAT", "BFLOAT", "DOUBLE")):
-            dtype = {"FLOAT16": np.float16, "DOUBLE": np.float64}.get(kind, np.float32)
-            feeds[i.name] = rng.standard_normal(shape).astype(dtype)
-        elif kind == "BOOL":
-            feeds[i.name] = np.ones(shape, dtype=bool)
-        elif kind == "STRING":
-            feeds[i.name] = rng.integers(0, below, shape).astype(str)
-        else:
-            feeds[i.name] = rng.integers(0, below, shape).astype(kind.lower())
+        kind = i.type.optional_type.elem_type if i.type.WhichOneof("value") == "optional_type" else i.type
+        if kind.WhichOneof("value") != "sequence_type":
+            feeds[i.name] = _random(kind, sizes[i.name], rng, below)
+            continue
+        kind, (count,) = kind.sequence_type.elem_type, sizes[i.name]
+        feeds[i.name] = [_random(kind, sizes[f"{i.name}[{k}]"], rng, below) for k in range(count)]
     return feeds
+
+
+def _random(tensor: Any, shape: tuple[int, ...], rng: np.random.Generator, below: int) -> Any:
+    kind = onnx.TensorProto.DataType.Name(tensor.tensor_type.elem_type)
+    if kind.startswith(("FLOAT", "BFLOAT", "DOUBLE")):
+        dtype = {"FLOAT16": np.float16, "DOUBLE": np.float64}.get(kind, np.float32)
+        return np.asarray(rng.standard_normal(shape)).astype(dtype)
+    if kind == "BOOL":
+        return np.ones(shape, dtype=bool)
+    if kind == "STRING":
+        return rng.integers(0, below, shape).astype(str)
+    return np.asarray(rng.integers(0, below, shape)).astype(kind.lower())

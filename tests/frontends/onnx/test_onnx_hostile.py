@@ -12,7 +12,7 @@ pytest.importorskip("onnx")
 from onnx import TensorProto, helper
 
 from support.graphs import made, node, saved, tensor, value
-from tightship.errors import BadInput, TightshipError
+from tightship.errors import BadInput, TightshipError, Unsupported
 from tightship.frontends.onnx import load
 from tightship.frontends.onnx.lower import lower
 
@@ -246,3 +246,19 @@ def test_external_data_of_attributes_is_looked_at_too(tmp_path):
     nodes = [node("If", ["c"], ["y"], then_branch=then, else_branch=then)]
     with pytest.raises(BadInput, match="model's folder"):
         load.read(saved(tmp_path, made(nodes, [value("c", [], 9)], [value("y", None)])))
+
+
+def test_sequences_are_bounded(tmp_path):
+    """A short file may make many tensors of one, and a user may ask for any number."""
+    many = [node("SplitToSequence", ["x"], ["s0"])]
+    many += [node("Identity", [f"s{k}"], [f"s{k + 1}"]) for k in range(40)]
+    many.append(node("SequenceLength", ["s40"], ["y"]))
+    path = saved(tmp_path, made(many, [value("x", ["n", 1])], [value("y", [], TensorProto.INT64)]))
+    for rows in ("n=65536", "n=65537", f"n={1 << 40}"):
+        with pytest.raises(Unsupported, match=r"result of .*at most 65536 tensors, all together 1048576"):
+            lower(load.read(path), rows)
+    kind = helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, [1]))
+    given = helper.make_value_info("q", kind)
+    model = made([node("SequenceLength", ["q"], ["y"])], [given], [value("y", [], TensorProto.INT64)])
+    with pytest.raises(Unsupported, match=r"input 'q' .*at most 65536 tensors"):
+        lower(load.read(saved(tmp_path, model)), "q=1000000000000")

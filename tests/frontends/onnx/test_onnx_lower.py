@@ -240,6 +240,21 @@ def test_functions_of_other_opsets_are_named(tmp_path):
         graph_of(tmp_path, model)
 
 
+def test_functions_of_other_opsets_with_the_same_ops_are_inlined(tmp_path):
+    """As scikit-learn's KNNImputer is exported; Softmax is the same from opset 13 on, ReduceMean is not."""
+    kept, other = [node("Softmax", ["a"], ["c"])], [node("ReduceMean", ["a"], ["c"], axes=[0])]
+    model = made([node("L", ["x"], ["y"], domain="own")], [value("x", [2, 3])], [value("y", None)])
+    model.opset_import.add(domain="own", version=1)
+    model.functions.append(
+        helper.make_function("own", "L", ["a"], ["c"], kept, [helper.make_opsetid("", 13)])
+    )
+    assert [op.target for op in graph_of(tmp_path, model).ops] == ["Softmax"]
+    del model.functions[0].node[:]
+    model.functions[0].node.extend(other)
+    with pytest.raises(Unsupported, match=r"function 'L' of opset 13 in a model of opset"):
+        graph_of(tmp_path, model)
+
+
 def test_nameless_dimensions_are_those_of_their_axis(tmp_path):
     """Exporters write -1 or '?' for whatever they do not know: two of them are not one."""
     x = helper.make_tensor_value_info("x", FLOAT, [-1, 3, "?", "?"])
@@ -329,14 +344,14 @@ def test_a_branch_that_cannot_run_at_these_sizes_is_not_counted(tmp_path):
 
 
 def test_types_without_a_size_are_named(tmp_path):
-    optional = helper.make_optional_type_proto(helper.make_tensor_type_proto(FLOAT, [2]))
-    nodes = [node("OptionalGetElement", ["x"], ["out"])]
-    with pytest.raises(Unsupported, match=r"'x', an optional, .*cut off the nodes around it"):
-        graph_of(tmp_path, made(nodes, [helper.make_value_info("x", optional)], [value("out", [2])]))
-    nodes = [node("SequenceConstruct", ["x", "x"], ["s"]), node("SequenceAt", ["s", "i"], ["out"])]
-    inputs = [value("x", [2]), value("i", [], TensorProto.INT64)]
-    with pytest.raises(Unsupported, match=r"s, a sequence, .*zipmap=False"):
-        graph_of(tmp_path, made(nodes, inputs, [value("out", None)]))
+    maps = helper.make_sequence_type_proto(
+        helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(FLOAT, []))
+    )
+    with pytest.raises(Unsupported, match=r"'x', a map, .*zipmap=False.*cut off the nodes around it"):
+        graph_of(tmp_path, made([], [helper.make_value_info("x", maps)], []))
+    whole = helper.make_sequence_type_proto(maps)
+    with pytest.raises(Unsupported, match=r"'x', a map"):
+        graph_of(tmp_path, made([], [helper.make_value_info("x", whole)], []))
 
 
 def test_ops_that_are_functions_of_others_have_sizes(tmp_path):
@@ -692,6 +707,16 @@ def own(op, inputs, weights=(), domain=MS, outputs=("y",), **attributes):
     nodes.append(node("Neg", [outputs[0]], ["z"]))
     opsets = [helper.make_opsetid(domain, 1)]
     return made(nodes, [value("x", ["n", 8, 16, 16])], [value("z", None)], weights, opset=17, opsets=opsets)
+
+
+def test_inputs_that_the_runtime_does_not_take_are_said(tmp_path):
+    """As its own quantizer adds a bias of 32 bits: the runtime knows the op, and does not load the model."""
+    scale, zero = tensor("scale", np.float32(1)), tensor("zero", np.uint8(0))
+    add = node("QLinearAdd", ["x", "scale", "zero"] * 2 + ["scale", "zero"], ["y"], domain=MS)
+    x = value("x", [4], TensorProto.INT32)
+    model = made([add], [x], [value("y", None)], [scale, zero], opsets=[helper.make_opsetid(MS, 1)])
+    with pytest.raises(BadInput, match=r"does not take these inputs: Type 'tensor\(int32\)' of input"):
+        graph_of(tmp_path, model)
 
 
 @pytest.mark.parametrize(

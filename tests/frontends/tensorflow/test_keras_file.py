@@ -164,3 +164,80 @@ def test_weights_that_link_elsewhere_are_refused(tmp_path: Path) -> None:
         sources.read_keras(changed(path, "model.weights.h5", linked))
     with pytest.raises(BadInput, match="HDF5"):
         sources.read_keras(changed(path, "model.weights.h5", lambda data: b"no weights"))
+
+
+# --- HDF5, as Keras 2 wrote it ---
+
+h5py = pytest.importorskip("h5py", reason="h5py is not installed")
+
+
+def in_hdf5(folder: Path, edit: Any = None) -> Path:
+    """A model of two inputs; ``edit`` changes its configuration."""
+    keras.utils.set_random_seed(0)
+    image, about = (
+        keras.Input((8, 8, 3), batch_size=2, name="image"),
+        keras.Input((4,), batch_size=2, name="about"),
+    )
+    h = keras.layers.BatchNormalization()(keras.layers.Conv2D(4, 3, activation="relu")(image))
+    h = keras.layers.Concatenate()([keras.layers.GlobalAveragePooling2D()(h), keras.layers.Dense(4)(about)])
+    path = folder / "model.h5"
+    keras.Model([image, about], keras.layers.Dense(2)(h)).save(path)
+    if edit is not None:
+        with h5py.File(path, "r+") as file:
+            edit(file)
+    return path
+
+
+def test_models_in_hdf5_are_planned_as_they_run(tmp_path: Path) -> None:
+    path = in_hdf5(tmp_path)
+    program = sources.read_model(path)
+    plan = api.plan_graph(program.graph).plan
+    model, rng = keras.models.load_model(path, compile=False), np.random.default_rng(0)
+    x, about = rng.normal(size=(2, 8, 8, 3)).astype("f"), rng.normal(size=(2, 4)).astype("f")
+    with tf.Graph().as_default() as graph, v1.Session(graph=graph) as session:
+        tf.graph_util.import_graph_def(planned_graph(program, plan), name="")
+        made = session.run(f"{program.fetch[0]}:0", {"image:0": x, "about:0": about})
+    assert np.allclose(made, model([x, about], training=False).numpy(), atol=1e-6)
+
+
+def replaced(old: str, new: str) -> Any:
+    """An edit of a configuration."""
+
+    def edit(file: Any) -> None:
+        file.attrs["model_config"] = file.attrs["model_config"].replace(old, new)
+
+    return edit
+
+
+def without_config(file: Any) -> None:
+    del file.attrs["model_config"]
+
+
+def linked(file: Any) -> None:
+    file["away"] = h5py.ExternalLink("/etc/passwd", "x")
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (replaced('"GlobalAveragePooling2D"', '"Lambda"'), "a Lambda layer in .*not run"),
+        (replaced('"GlobalAveragePooling2D"', '"TorchModuleWrapper"'), "TorchModuleWrapper in .*is code"),
+        (
+            replaced('"class_name": "Conv2D"', '"module": "os.path", "class_name": "Conv2D"'),
+            "of module 'os.path' in",
+        ),
+        (replaced("{", "["), "not a Keras model in HDF5: JSONDecodeError"),
+        (without_config, "no model_config: the file has weights alone"),
+        (linked, "weights 'away' are a link"),
+    ],
+)
+def test_code_and_links_in_hdf5_are_refused(edit: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises((BadInput, Unsupported), match=said):
+        sources.read_model(in_hdf5(tmp_path, edit))
+
+
+def test_what_is_no_hdf5_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "model.h5"
+    path.write_bytes(b"\x18\0\0\0what others read")
+    with pytest.raises(BadInput, match="not a Keras model in HDF5: "):
+        sources.read_model(path)

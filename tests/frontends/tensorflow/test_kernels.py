@@ -37,6 +37,15 @@ BUILDS: dict[str, Callable[[Any], Any]] = {
     "rows backwards": lambda x: turned(x[9:2:-1]),
     "a column": lambda x: turned(x[:, 3]),
     "a new axis": lambda x: turned(x[:, None]),
+    "rows and a new axis": lambda x: x[2:14, None] * x[16:28, None],
+    "a new axis and rows": lambda x: x[None, 2:14] * x[None, 16:28],
+    "rows of rows of one": lambda x: (
+        tf.reshape(x, (32, 1, 64))[3:13, 0] * tf.reshape(x, (32, 1, 64))[13:23, 0]
+    ),
+    "rows of which one is taken": lambda x: x[3, ..., None] * x[4, ..., None],
+    "rows, all of the rest and a new axis": lambda x: turned(tf.reshape(x, (8, 4, 64))[2:7, ..., None]),
+    "rows and a column and a new axis": lambda x: x[2:14, 3, None] * x[16:28, 3, None],
+    "rows and columns": lambda x: x[2:14, None, :32] * x[16:28, None, :32],
     "a slice": lambda x: turned(tf.slice(x, [2, 0], [7, -1])),
     "a row that data says": lambda x: turned(x[tf.cast(x[0, 0], tf.int32)]),
     "split": lambda x: [turned(p) for p in tf.split(x, 4)],

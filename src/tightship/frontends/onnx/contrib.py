@@ -26,15 +26,17 @@ LEARNING: Final = "ai.onnx.ml"
 
 _MOST: Final = 1 << 28
 """Bytes of weights that are made up for a node, at most."""
+_INVALID: Final = "This is an invalid model. Type Error:"
+"""How onnxruntime begins what is wrong with the inputs of an op that it knows."""
 _KEPT: Final = 64
 """Elements of known contents that a node is given as constants, at most: what shapes are computed from is smaller."""
 
 
 def results(
     node: Any, types: Mapping[str, TensorType], values: Mapping[str, np.ndarray], opsets: Mapping[str, int]
-) -> list[TensorType] | None:
-    """Types of a node's results, in the order of its outputs; None where onnxruntime is not installed, does not know
-    the op, or cannot say."""
+) -> list[TensorType] | str | None:
+    """Types of a node's results, in the order of its outputs, or what onnxruntime says against it; None where it is
+    not installed, does not know the op, or cannot say."""
     given = [n for n in node.input if n]
     if any(not types[n].known for n in given):
         return None
@@ -53,7 +55,7 @@ def results(
     shapes = tuple((names[n], types[n].dtype, types[n].sizes) for n in names)
     versions = tuple(sorted({"": opsets.get("", 0) or 13, node.domain: opsets.get(node.domain, 1)}.items()))
     found = _asked(plain.SerializeToString(deterministic=True), shapes, contents, versions)
-    return None if found is None else list(found)
+    return list(found) if isinstance(found, tuple) else found
 
 
 def _of_trees(node: Any, given: TensorType) -> list[TensorType] | None:
@@ -81,20 +83,23 @@ def _asked(
     shapes: tuple[tuple[str, int, tuple[int, ...]], ...],
     contents: tuple[bytes, ...],
     opsets: tuple[tuple[str, int], ...],
-) -> tuple[TensorType, ...] | None:
-    node = onnx.NodeProto.FromString(text)
+) -> tuple[TensorType, ...] | str | None:
+    node, said = onnx.NodeProto.FromString(text), None
     for weights in (False, True):  # some kernels take weights as constants only
         try:
             tensors = map(onnx.TensorProto.FromString, contents)
             fixed = {t.name: onnx.numpy_helper.to_array(t) for t in tensors}
             if weights:
                 if sum(math.prod(s) for _, _, s in shapes) > _MOST // 8:
-                    return None
+                    return said
                 fixed |= {n: _zeros(t, s) for n, t, s in shapes[1:] if n not in fixed}
             return _of_session(node, [x for x in shapes if x[0] not in fixed], fixed, opsets)
-        except Exception:  # what the runtime does not know stays unknown, and is asked of the user by name
-            continue
-    return None
+        except (
+            Exception
+        ) as error:  # what the runtime does not know stays unknown, and is asked of the user by name
+            words = " ".join(str(error).split())
+            said = words.split(_INVALID)[1].strip() if _INVALID in words else None
+    return said
 
 
 def _of_session(

@@ -8,7 +8,7 @@ all of them can be named at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,24 +17,29 @@ import onnx
 from onnx import shape_inference
 
 from tightship.errors import BadInput, UnknownSize, Unsupported
-from tightship.frontends.onnx import contrib
+from tightship.frontends.onnx import contrib, lists
 from tightship.frontends.onnx.constants import (
-    FOR_SHAPES,
     MOST,
     constant_tensor,
     constant_type,
     constant_value,
     evaluated,
 )
+from tightship.frontends.onnx.control_flow import BODIES
 from tightship.frontends.onnx.load import Model
-from tightship.frontends.onnx.no_tensors import handed_out, made_of
-from tightship.frontends.onnx.turns import turns_of
-from tightship.frontends.onnx.types import Dim, Shapes, TensorType, parts_of, type_of
+from tightship.frontends.onnx.nested import label
+from tightship.frontends.onnx.types import (
+    MOST_TENSORS,
+    Dim,
+    Shapes,
+    TensorType,
+    not_a_tensor,
+    parts_of,
+    type_of,
+)
 
-__all__ = ["Scope", "infer", "label"]
+__all__ = ["Scope", "infer"]
 
-
-_INT64, _BOOL = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
 _LIKE_FIRST: Final = frozenset(
     "Gelu FastGelu QuickGelu BiasGelu LayerNormalization SimplifiedLayerNormalization SkipLayerNormalization "
     "SkipSimplifiedLayerNormalization RotaryEmbedding GroupNorm GroupNormalization MeanVarianceNormalization "
@@ -65,11 +70,6 @@ class Scope:
         return None if self.parent is None else self.parent.value(name)
 
 
-def label(node: Any, k: int) -> str:
-    """What messages and plans call a node."""
-    return node.name or f"{node.op_type}_{k}"
-
-
 def infer(model: Model, shapes: Shapes) -> Scope:
     """Types of all values of the model's graph.
 
@@ -85,6 +85,8 @@ def infer(model: Model, shapes: Shapes) -> Scope:
     return scope
 
 
+MOST_LISTED: Final = 1 << 20
+"""Tensors that a model's sequences have, all of them together, at most."""
 _HINTED: Final = 8
 """Dimensions that a message writes out as they are given."""
 _DECLARE: Final = (
@@ -98,10 +100,10 @@ class _Walk:
         self.model, self.shapes, self.place = model, shapes, str(model.path)
         self.opsets = model.opsets
         self.imports = list(model.proto.opset_import)
-        self.no_tensors = handed_out(model.proto.graph)
         self.unknown: dict[str, str] = {}  # by name: which axis of what it is
         self.of_inputs: tuple[str, ...] = ()  # those among them that are dimensions of the model's inputs
         self.notes: list[str] = []
+        self.listed = 0  # tensors in sequences
         self.shapeless: set[str] = set()  # values among them of which not even the rank is known
         self.names: dict[str, None] = {}  # of the dimensions that can be given
 
@@ -174,6 +176,8 @@ class _Walk:
         is."""
         if declared is not None and declared.shape is not None:
             t = _completed(t, declared)
+        if t.is_list:
+            return self._resolve_list(name, t, root=root, of=of)
         self.names.update((d, None) for d in t.shape or () if isinstance(d, str) and d)
         t = self.shapes.applied(name, t)
         if t.shape is None:
@@ -192,12 +196,34 @@ class _Walk:
             dims_.append(d)
         return TensorType(t.dtype, tuple(dims_))
 
+    def _resolve_list(self, name: str, t: TensorType, *, root: bool, of: str) -> TensorType:
+        """The same of a sequence, whose tensors are called ``name[0]``, ``name[1]``, …"""
+        self.names[name] = None
+        t = self.shapes.counted(name, t)
+        if t.items is None:
+            if root:
+                self.unknown[name] = f"the number of tensors in {of}"
+            return t
+        self.listed += len(t.items)
+        if len(t.items) > MOST_TENSORS or self.listed > MOST_LISTED:
+            raise Unsupported(
+                f"{self.place}: {of}", f"a sequence has at most {MOST_TENSORS} tensors, all together {MOST_LISTED}",
+                "cut off the nodes around it (onnx.utils.extract_model)",
+            )  # fmt: skip
+        items = tuple(
+            x
+            if x.known and not self.shapes.says(f"{name}[{k}]")
+            else self._resolve(f"{name}[{k}]", x, root=root, of=f"tensor {k} of {of}")
+            for k, x in enumerate(t.items)
+        )
+        return lists.with_items(t, items)
+
     # --- nodes ---
 
     def _node(self, scope: Scope, k: int, node: Any, declared: Mapping[str, TensorType]) -> None:
         where = f"{self.place}: node {label(node, k)!r} ({node.op_type})"
         names = [n for n in node.input if n]
-        inputs = [self._known(scope, n, where) for n in names]
+        inputs = [self.known(scope, n, where) for n in names]
         if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
             self._constant(scope, node, where)
             return
@@ -225,7 +251,7 @@ class _Walk:
             settled.append(t)
         self._evaluate(scope, node, names, settled)
 
-    def _known(self, scope: Scope, name: str, where: str) -> TensorType:
+    def known(self, scope: Scope, name: str, where: str) -> TensorType:
         found = scope.type(name)
         if found is None and any(name in node.output for node in scope.proto.node):
             rule = f"value {name!r} is computed from what is computed from it: nodes are in no cycle"
@@ -246,6 +272,10 @@ class _Walk:
 
     def _evaluate(self, scope: Scope, node: Any, names: Sequence[str], types: Sequence[TensorType]) -> None:
         if node.domain not in ("", "ai.onnx") or not node.output:
+            return
+        said = lists.value_of(node, [scope.type(n) if n else None for n in node.input])
+        if said is not None:
+            scope.values[node.output[0]] = said
             return
         if node.op_type in ("Shape", "Size"):
             t = scope.type(node.input[0]) if node.input else None
@@ -270,10 +300,14 @@ class _Walk:
 
     def _results(self, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
         standard = node.domain in ("", "ai.onnx")
-        if standard and node.op_type in _BODIES:
-            return _BODIES[node.op_type](self, scope, k, node, where)
-        if len(node.output) == 1 and node.output[0] in self.no_tensors and scope.parent is None:
-            return [made_of(node, [self._known(scope, n, where) for n in node.input if n], where)]
+        if standard and node.op_type in BODIES:
+            return BODIES[node.op_type](self, scope, k, node, where)
+        given = [self.known(scope, n, where) if n else None for n in node.input]
+        if lists.handles(node, given):
+            return lists.results(node, given, scope.value, where)
+        for name, t in zip(node.input, given, strict=True):
+            if t is not None and t.is_list:
+                raise not_a_tensor(f"{where}: input {name!r}, a sequence")
         domain = "" if standard else node.domain
         version = self.opsets.get(domain)
         if version is None:
@@ -284,17 +318,19 @@ class _Walk:
             types = self._by_onnx(scope, node, domain, version, where)
         found = [types.get(name, TensorType(0)) for name in node.output]
         if found and found[0].shape is None and node.op_type in _LIKE_FIRST and node.input:
-            like = self._known(scope, node.input[0], where)
+            like = self.known(scope, node.input[0], where)
             found[0] = TensorType(found[0].dtype or like.dtype, like.shape)
         if standard and node.op_type == "StringNormalizer" and not any(a.strings for a in node.attribute):
-            found[0] = self._known(scope, node.input[0], where)  # it has no stopwords to leave out
+            found[0] = self.known(scope, node.input[0], where)  # it has no stopwords to leave out
         standard_ml = domain == contrib.LEARNING
         if all(t.known for t in found) or (onnx.defs.has(node.op_type, version, domain) and not standard_ml):
             return found
         names = [n for n in node.input if n]
         values = {n: v for n in names if (v := scope.value(n)) is not None}
-        known = {n: self._known(scope, n, where) for n in names}
+        known = {n: self.known(scope, n, where) for n in names}
         asked = contrib.results(node, known, values, self.opsets)
+        if isinstance(asked, str):
+            raise BadInput(f"onnxruntime does not take these inputs: {asked}", place=where)
         if asked is None and standard and found[0].shape is None:
             raise BadInput(f"unknown op {node.op_type!r}: it is not in opset {version}", place=where)
         return found if asked is None else asked
@@ -303,7 +339,7 @@ class _Walk:
         self, scope: Scope, node: Any, domain: str, version: int, where: str
     ) -> dict[str, TensorType]:
         schema = onnx.defs.get_schema(node.op_type, version, domain)
-        inputs = {n: _proto(self._known(scope, n, where)) for n in node.input if n}
+        inputs = {n: _proto(self.known(scope, n, where)) for n in node.input if n}
         data = {}
         for n in inputs:
             value = scope.value(n)
@@ -364,7 +400,7 @@ class _Walk:
             raise BadInput(
                 f"{len(inner.proto.output)} outputs of its body where {count} are needed", place=where
             )
-        return [self._known(inner, o.name, where) for o in inner.proto.output]
+        return [self.known(inner, o.name, where) for o in inner.proto.output]
 
 
 def _completed(t: TensorType, declared: TensorType) -> TensorType:
@@ -382,115 +418,3 @@ def _completed(t: TensorType, declared: TensorType) -> TensorType:
 def _proto(t: TensorType) -> Any:
     """A ``TypeProto``, where the shape is left out of what has none."""
     return onnx.helper.make_tensor_type_proto(t.dtype, None if t.shape is None else list(t.shape))
-
-
-def _if(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
-    """Results of the branch that runs, where that is known. A branch that makes no sense for these sizes is one that
-    they never take, as long as the other does: it is left out of ``scope.bodies``."""
-    condition = scope.value(node.input[0]) if node.input else None
-    known = None if condition is None or condition.size != 1 else bool(condition.reshape(()))
-    found: dict[str, list[TensorType]] = {}
-    faults: dict[str, BadInput] = {}
-    for name, runs in (("then_branch", known), ("else_branch", None if known is None else not known)):
-        before, notes = dict(walk.unknown), len(walk.notes)
-        try:
-            inner = walk.body(scope, k, name, node, (), where)
-            found[name] = walk.outputs(inner, len(node.output), where)
-        except (UnknownSize, Unsupported):
-            raise
-        except BadInput as error:
-            faults[name] = error
-        if runs is False and (name in faults or len(walk.unknown) > len(before)):
-            walk.drop(scope, k, name, before, notes)
-            found.pop(name, None)
-        elif name in faults:
-            walk.drop(scope, k, name, before, notes)
-            said = str(faults[name]).removeprefix(f"{walk.place}: ")
-            walk.notes.append(
-                f"If {label(node, k)!r}: {name} cannot run at these sizes and is not counted: {said}"
-            )
-    if not found or (known is not None and ("then_branch" if known else "else_branch") not in found):
-        raise next(iter(faults.values()))
-    if known is not None:
-        return found["then_branch" if known else "else_branch"]
-    one, *rest = found.values()
-    return [_merged(a, b) for a, b in zip(one, rest[0], strict=True)] if rest else one
-
-
-def _merged(a: TensorType, b: TensorType) -> TensorType:
-    if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
-        return TensorType(a.dtype)
-    dims = tuple(x if x == y else "" for x, y in zip(a.shape, b.shape, strict=True))
-    return TensorType(a.dtype, dims)
-
-
-def _loop(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
-    carried = [walk._known(scope, n, where) for n in node.input[2:]]
-    types = [TensorType(_INT64, ()), TensorType(_BOOL, ()), *carried]
-    inner = walk.body(scope, k, "body", node, types, where)
-    _, *made = walk.outputs(inner, 1 + len(node.output), where)
-    _check_carried(carried, made, where, walk)
-    turns = turns_of(node, scope, inner, lambda n: _may_be_computed(n, inner), walk.opsets)
-    count: Dim = "" if turns is None else turns
-    return [*made[: len(carried)], *(_stacked(t, 0, count) for t in made[len(carried) :])]
-
-
-def _may_be_computed(node: Any, inner: Scope) -> bool:
-    """Whether a node of a body is one of those that shapes are computed with, and gives few elements."""
-    types = [t for n in node.output if n and (t := inner.type(n)) is not None]
-    few = all(t.known and t.count <= MOST for t in types)
-    return few and node.domain in ("", "ai.onnx") and node.op_type in FOR_SHAPES and node.op_type != "Range"
-
-
-def _scan(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
-    given = {a.name: a for a in node.attribute}
-    types = [walk._known(scope, n, where) for n in node.input]
-    scans = int(given["num_scan_inputs"].i) if "num_scan_inputs" in given else 0
-    states = len(types) - scans
-    if scans < 1 or states < 0 or len(node.output) < states:
-        raise BadInput(f"num_scan_inputs is {scans}, with {len(types)} inputs", place=where)
-    axes = list(given["scan_input_axes"].ints) if "scan_input_axes" in given else [0] * scans
-    slices, length = [], None
-    for t, axis in zip(types[states:], axes, strict=False):
-        if t.shape is None or not -len(t.shape) <= axis < len(t.shape):
-            raise BadInput(f"axis {axis} to scan along is not one of the input's", place=where)
-        axis %= len(t.shape)
-        length = t.shape[axis]
-        slices.append(TensorType(t.dtype, t.shape[:axis] + t.shape[axis + 1 :]))
-    inner = walk.body(scope, k, "body", node, [*types[:states], *slices], where)
-    made = walk.outputs(inner, len(node.output), where)
-    _check_carried(types[:states], made, where, walk)
-    many = len(node.output) - states
-    stacked = list(given["scan_output_axes"].ints) if "scan_output_axes" in given else [0] * many
-    rest = [_stacked(t, axis, length or 0) for t, axis in zip(made[states:], stacked, strict=False)]
-    return [*made[:states], *rest]
-
-
-def _check_carried(
-    before: Iterable[TensorType], after: Iterable[TensorType], where: str, walk: _Walk
-) -> None:
-    """Sizes that are not known yet, and are asked for, may turn out to be the same once they are given."""
-    for n, (a, b) in enumerate(zip(before, after, strict=False)):
-        if a != b and not (walk.unknown and _may_be_equal(a, b)):
-            raise Unsupported(
-                f"{where}: value {n} that it carries", f"its type is {a.shape} before and {b.shape} after a turn",
-                "carry values of a fixed shape",
-            )  # fmt: skip
-
-
-def _may_be_equal(a: TensorType, b: TensorType) -> bool:
-    if a.dtype != b.dtype or a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
-        return a.dtype == b.dtype and (a.shape is None or b.shape is None)
-    return all(
-        x == y or isinstance(x, str) or isinstance(y, str) for x, y in zip(a.shape, b.shape, strict=True)
-    )
-
-
-def _stacked(t: TensorType, axis: int, count: Dim) -> TensorType:
-    if t.shape is None:
-        return t
-    axis = axis % (len(t.shape) + 1)
-    return TensorType(t.dtype, (*t.shape[:axis], count, *t.shape[axis:]))
-
-
-_BODIES: Final = {"If": _if, "Loop": _loop, "Scan": _scan}

@@ -53,6 +53,7 @@ MOST_NODES: Final = 1_000_000
 OLDEST: Final = 13
 """The oldest opset that is read as it is; older models are converted to it."""
 
+_MAP: Final = "SequenceMap"
 _FAULT: Final = "not an ONNX model (a protobuf message of type ModelProto)"
 
 
@@ -97,6 +98,7 @@ def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
         inlined = len(proto.functions)
         if inlined:
             proto = _inlined(proto, place)
+        proto = _maps_as_loops(proto, place)
         proto, said = _converted(proto, place) if convert else (proto, ())
         notes += said
         if parts := sum(sliced(g) for g, _ in _graphs(proto) if g is not None):
@@ -324,6 +326,7 @@ def _inlined(proto: Any, place: str) -> Any:
     if size > LARGEST_STRUCTURE:
         fault = f"nodes of {size} bytes once its functions are inlined; the limit is {LARGEST_STRUCTURE}"
         raise BadInput(fault, place=place)
+    _to_one_opset(proto)
     try:
         made = onnx.inliner.inline_local_functions(proto)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -335,6 +338,45 @@ def _inlined(proto: Any, place: str) -> Any:
             "onnx does not inline functions of another opset",
             "convert it with onnx.inliner.inline_local_functions(model, convert_version=True)",
         )
+    return made
+
+
+def _to_one_opset(proto: Any) -> None:
+    """Give functions the model's opset where all of their ops are the same in both: onnx inlines no others."""
+    version = _opset(proto)
+    for f in proto.functions:
+        own = next((o for o in f.opset_import if _domain(o.domain) == ""), None)
+        if own is None or own.version == version:
+            continue
+        work, same = [f.node], True
+        while work and same:
+            nodes = work.pop()
+            work += (g.node for n in nodes for g in bodies(n))
+            same = all(_since(n, own.version) == _since(n, version) for n in nodes if not _domain(n.domain))
+        if same:
+            own.version = version
+
+
+def _since(node: Any, version: int) -> int:
+    """The opset that brought what an opset has for a node's op; 0 for none."""
+    known = onnx.defs.has(node.op_type, version, "")
+    return int(onnx.defs.get_schema(node.op_type, version, "").since_version) if known else 0
+
+
+def _maps_as_loops(proto: Any, place: str) -> Any:
+    """The same model with a Loop for each SequenceMap, as onnx defines it and onnxruntime runs it."""
+    maps = [n for _, nodes in _graphs(proto) for n in nodes if n.op_type == _MAP and not n.domain]
+    if not maps:
+        return proto
+    try:
+        made = onnx.inliner.inline_selected_functions(proto, [("", _MAP)], inline_schema_functions=True)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise BadInput(f"cannot write {_MAP} {maps[0].name!r} as a Loop: {error}", place=place) from error
+    if any(n.op_type == _MAP and not n.domain for _, nodes in _graphs(made) for n in nodes):
+        raise Unsupported(
+            f"{place}: {_MAP} {maps[0].name!r}", "types of what it reads are missing, and onnx writes no Loop for it",
+            "declare them (onnx.shape_inference.infer_shapes)",
+        )  # fmt: skip
     return made
 
 

@@ -7,15 +7,17 @@ a node (If, Loop, Scan) is called by the op, and what it takes from outside is t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder, trace_line
-from tightship.frontends.onnx.infer import Scope, infer, label
+from tightship.frontends.onnx.infer import Scope, infer
+from tightship.frontends.onnx.lists import kept
 from tightship.frontends.onnx.load import Model
 from tightship.frontends.onnx.nested import bodies as graphs_in
+from tightship.frontends.onnx.nested import label
 from tightship.frontends.onnx.types import (
     IN_PLACE,
     STRING,
@@ -53,13 +55,15 @@ STRINGS: Final = (
 class Program:
     """A model and its graph: ``nodes[o]`` is the node, by position in the file, that op ``o`` runs. Values have
     the names they have in the model. ``notes`` say what a user should know of how the model was read. ``fused``:
-    onnxruntime has made it of another model, and has fused all that it may."""
+    onnxruntime has made it of another model, and has fused all that it may. ``parts``: the values that are tensors
+    in a sequence, which have no name of their own in the model."""
 
     model: Model
     graph: Graph
     nodes: tuple[int, ...]
     notes: tuple[str, ...] = ()
     fused: bool = False
+    parts: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,8 @@ def lower(
     half = any(v.dtype == "float16" for o in graph.ops for v in map(graph.values.__getitem__, o.outputs))
     notes = [HALF] if half and in_place == IN_PLACE[0] else []
     notes += [STRINGS] if any(v.dtype == "string" for v in graph.values) else []
-    return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes, *notes))
+    parts = frozenset(v for row in low.items_of.values() for v in row)
+    return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes, *notes), parts=parts)
 
 
 @dataclass
@@ -115,6 +120,7 @@ class _Lowering:
     builder: GraphBuilder = field(default_factory=GraphBuilder)
     nodes: list[int] = field(default_factory=list)
     value_of: dict[str, int] = field(default_factory=dict)
+    items_of: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of sequences, the tensors in them
     constants: set[str] = field(default_factory=set)
     taken: dict[str, None] = field(default_factory=dict)  # names of the graphs around this one
     adopted: dict[str, TensorType] = field(default_factory=dict)  # constants of graphs inside this one
@@ -135,6 +141,7 @@ class _Lowering:
         self.before: list[int] = []  # bits of the ops that come before an op in every order
         self.holders: dict[int, list[str]] = {}  # names of the values in a storage
         self.maker: dict[str, int] = {}
+        self.renamed: set[str] = set()  # sequences that are others
         for k, node in enumerate(proto.node):
             if not _is_constant(node):
                 self._op(k, node)
@@ -142,17 +149,18 @@ class _Lowering:
             self._value(name)
 
     def outputs(self) -> tuple[int, ...]:
-        return tuple(self._value(o.name) for o in self.scope.proto.output)
+        return self._values(o.name for o in self.scope.proto.output)
 
     def unread(self) -> tuple[int, ...]:
-        """Results that nobody reads: onnxruntime frees a value after its last reader, and these at the end."""
+        """Results that nobody reads, and sequences of two names: onnxruntime frees a value after its last reader, and
+        these at the end."""
         if self.settings.in_place != "onnxruntime":
             return ()
-        return tuple(
-            self.value_of[n]
+        return self._values(
+            n
             for node in self.scope.proto.node
             for n in node.output
-            if n and n in self.maker and n not in self.results and n not in self.readers
+            if n in self.maker and n not in self.results and (n not in self.readers or n in self.renamed)
         )
 
     # --- values ---
@@ -172,9 +180,25 @@ class _Lowering:
 
     def _own(self, name: str, kind: str) -> int:
         """A value of the caller."""
-        value = self._add(name, self.builder.storage(name, self._size(name), kind))
+        t = self._type(name)
+        value = self._add(name, self.builder.storage(name, 0 if t.is_list else self._size(name), kind))
         self.builder.inputs.append(value)
+        if t.is_list:
+            self._add_items(name, None, kind)
+            self.builder.inputs += self.items_of[name]
         return value
+
+    def _add_items(self, name: str, shared: Sequence[int | None] | None, kind: str) -> None:
+        """The tensors in a sequence: those of ``shared`` storages, others with bytes of their own."""
+        found = []
+        for k, t in enumerate(self._type(name).items or ()):
+            text, storage = f"{name}[{k}]", None if shared is None else shared[k]
+            if storage is None:
+                size = nbytes_of(t, f"{self.place}: tensor {k} of {name!r}")
+                size = 0 if self.inner and name in self.results else size  # as of any result: the caller's
+                storage = self.builder.storage(text, size, kind)
+            found.append(self.builder.value(text, storage, t.name, t.sizes))
+        self.items_of[name] = tuple(found)
 
     def _value(self, name: str) -> int:
         """The value of a name; constants and what comes from outside enter the graph when they are met."""
@@ -190,6 +214,13 @@ class _Lowering:
         self.taken[name] = None
         return self._own(name, "input")
 
+    def _values(self, names: Iterable[str]) -> tuple[int, ...]:
+        """The values of names, of a sequence also those of the tensors in it."""
+        found = dict[int, None]()
+        for name in names:
+            found |= dict.fromkeys((self._value(name), *self.items_of.get(name, ())))
+        return tuple(found)
+
     # --- ops ---
 
     def _op(self, k: int, node: Any) -> None:
@@ -201,16 +232,20 @@ class _Lowering:
             inside := list(graphs_in(node))
         ):  # a branch never runs, but what it reads must be there
             taken += [n for g in inside for n in _outer(g) if self.scope.type(n) is not None]
-        inputs = tuple(dict.fromkeys(self._value(n) for n in (*given, *taken)))
+        inputs = self._values((*given, *taken))
         position = self.op_of[k] = len(self.builder.ops)
         self.before.append(self._ancestors([*given, *taken], position))
         outputs: list[int] = []
         written: tuple[int, ...] = ()
         for j, name in enumerate(n for n in node.output if n):
+            kind = "output" if name in self.results else "activation"
+            if self._type(name).is_list:
+                outputs += self._sequence(node, name, kind)
+                self.maker[name] = position
+                continue
             shared = self._shared(node, name, position) if j == 0 and not bodies else None
             if shared is None:
                 size = 0 if self.inner and name in self.results else self._size(name)  # R3: the caller's
-                kind = "output" if name in self.results else "activation"
                 storage = self.builder.storage(name, size, kind)
             else:
                 storage, overwritten = shared
@@ -232,6 +267,7 @@ class _Lowering:
                 tuple(outputs),
                 mutates=written,
                 random=is_random(node, [self.scope.value(n) if n else None for n in node.input]),
+                effect=any(self._type(n).is_list for n in node.output if n),  # what is shared is made once
                 time=modeled_time(flops, traffic),
                 flops=flops,
                 workspace=workspace,
@@ -241,6 +277,21 @@ class _Lowering:
             )
         )
         self.nodes.append(k)
+
+    def _sequence(self, node: Any, name: str, kind: str) -> list[int]:
+        """The values of a sequence that a node makes, with what it shares with the one that the node reads."""
+        types = [self.scope.type(n) if n else None for n in node.input]
+        copied = name in self.results and viewed(node) is not None  # into a buffer of the caller's
+        places = None if copied else kept(node, types, self.scope.value)
+        read = self.items_of.get(node.input[0], ()) if node.input else ()
+        shared = None
+        if places is not None and viewed(node) is not None:
+            self.renamed.add(name)
+        if places is not None:
+            shared = [None if k is None else self.builder.storage_of(read[k]) for k in places]
+        value = self._add(name, self.builder.storage(name, 0, kind))
+        self._add_items(name, shared, kind)
+        return [value, *self.items_of[name]]
 
     def _ancestors(self, names: Iterable[str], position: int) -> int:
         if position >= _ANCESTORS:
@@ -293,7 +344,8 @@ class _Lowering:
         count = self.scope.value(node.input[0]) if node.input[0] else None
         trips = int(count.reshape(())) if count is not None and count.size == 1 else 1
         states = max(0, len(node.input) - 2)
-        carried = sum(self._size(n) for n in node.input[2:] if n)
+        # Tensors of sequences are handed on as they are.
+        carried = sum(self._size(n) for n in node.input[2:] if n and not self._type(n).is_list)
         slices = sum(self._size(n) for n in node.output[states:] if n)
         inner = _needs(body.graph)
         # While a turn runs there is what the turn before it made, and single turns' slices; in the end, when turns

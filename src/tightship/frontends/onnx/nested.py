@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["all_names", "bodies", "read_by"]
+__all__ = ["all_names", "bodies", "label", "read_by"]
 
 
 def bodies(node: Any) -> Iterator[Any]:
@@ -27,3 +27,8 @@ def all_names(graph: Any) -> Iterator[str]:
     yield from (o.name for o in graph.output)
     for node in graph.node:
         yield from read_by(node)
+
+
+def label(node: Any, k: int) -> str:
+    """What messages and plans call a node."""
+    return node.name or f"{node.op_type}_{k}"

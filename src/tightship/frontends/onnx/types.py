@@ -14,7 +14,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import onnx
@@ -25,6 +25,7 @@ from tightship.units import MAX_BYTES
 
 __all__ = [
     "IN_PLACE",
+    "MOST_TENSORS",
     "NO_TENSOR",
     "STRING",
     "Dim",
@@ -38,6 +39,7 @@ __all__ = [
     "nbytes_of",
     "not_a_tensor",
     "parts_of",
+    "sequence_of",
     "type_of",
     "viewed",
 ]
@@ -49,7 +51,10 @@ Dim = int | str
 STRING: Final = 32
 """Bytes of an element of type string in onnxruntime's arena. Characters beyond the 15 that fit in are elsewhere."""
 NO_TENSOR: Final = -1
-"""The element type of a result that is no tensor (a sequence, say): of so many bytes as its one dimension says."""
+"""Stands for the element type of what is no tensor: a sequence, an optional that is empty, maps."""
+
+MOST_TENSORS: Final = 1 << 16
+"""Tensors of a sequence, at most."""
 
 _NAMES: Final = {number: name for name, number in onnx.TensorProto.DataType.items()}
 _BITS: Final = {"FLOAT4E2M1": 4, "INT4": 4, "UINT4": 4, "INT2": 2, "UINT2": 2, "STRING": 8 * STRING}
@@ -61,24 +66,46 @@ _ENTRY: Final = re.compile(r"(.+?)=(\d+(?:x\d+)*|scalar)")
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Element type (a number of ``TensorProto.DataType``) and shape; without a shape not even the rank is known."""
+    """Element type (a number of ``TensorProto.DataType``) and shape; without a shape not even the rank is known.
+
+    Of a sequence the types of the tensors in it: ``items``, None while it is not known how many there are, and what
+    they have in common, ``element``; ``steady``: the same ones in every turn of a loop. An optional has the type of
+    what is in it; one of nothing is a sequence of nothing without an ``element``.
+    """
 
     dtype: int
     shape: tuple[Dim, ...] | None = None
+    items: tuple[TensorType, ...] | None = None
+    element: TensorType | None = None
+    steady: bool = True
+
+    @property
+    def is_list(self) -> bool:
+        return self.dtype == NO_TENSOR
+
+    @property
+    def absent(self) -> bool:
+        return self.is_list and self.element is None and self.items == ()
 
     @property
     def known(self) -> bool:
+        if self.is_list:
+            return self.items is not None and all(t.known for t in self.items)
         return self.shape is not None and all(isinstance(d, int) for d in self.shape)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape, of a type that is known."""
+        """The shape, of a type that is known; of a sequence how many tensors there are."""
+        if self.items is not None:
+            return (len(self.items),)
         assert self.shape is not None
         return tuple(d for d in self.shape if isinstance(d, int))
 
     @property
     def count(self) -> int:
         """Elements, of a type that is known."""
+        if self.items is not None:
+            return sum(t.count for t in self.items)
         return math.prod(self.sizes)
 
     @property
@@ -95,8 +122,6 @@ def element_type(name: str) -> int:
 
 def bits_of(dtype: int, place: str) -> int:
     """Bits of one element. Raises ``UnknownSize`` for types that do not exist."""
-    if dtype == NO_TENSOR:
-        return 8
     name = _NAMES.get(dtype, "")
     if name in _BITS:
         return _BITS[name]
@@ -108,7 +133,9 @@ def bits_of(dtype: int, place: str) -> int:
 
 
 def nbytes_of(known: TensorType, place: str) -> int:
-    """Bytes of a tensor whose shape is known (elements below a byte are packed)."""
+    """Bytes of a tensor whose shape is known (elements below a byte are packed), or of all those in a sequence."""
+    if known.items is not None:
+        return bounded(sum(nbytes_of(t, place) for t in known.items), place)
     return bounded(-(-known.count * bits_of(known.dtype, place) // 8), place)
 
 
@@ -116,7 +143,25 @@ def _open_vector(shape: tuple[Dim, ...]) -> bool:
     return len(shape) == 1 and isinstance(shape[0], str)
 
 
-_KINDS = {"optional_type": "an optional", "sparse_tensor_type": "a sparse tensor"}
+def sequence_of(
+    items: tuple[TensorType, ...], element: TensorType | None = None, *, steady: bool = True
+) -> TensorType:
+    """The type of a sequence of tensors; ``element``: what they have in common, where there may be none."""
+    if items and (element is None or len({*items}) == 1):
+        shapes = {t.shape for t in items}
+        element = items[0] if len({*items}) == 1 else TensorType(items[0].dtype, _common(shapes))
+    return TensorType(NO_TENSOR, items=items, element=element, steady=steady)
+
+
+def _common(shapes: set[tuple[Dim, ...] | None]) -> tuple[Dim, ...] | None:
+    """What shapes have in common, ``""`` for sizes that differ."""
+    rows = [s for s in shapes if s is not None]
+    if len(rows) < len(shapes) or len({len(s) for s in rows}) > 1:
+        return None
+    return tuple(sizes[0] if len({*sizes}) == 1 else "" for sizes in zip(*rows, strict=True))
+
+
+_KINDS = {"map_type": "a map", "sparse_tensor_type": "a sparse tensor"}
 
 
 def type_of(proto: Any, place: str) -> TensorType:
@@ -124,6 +169,13 @@ def type_of(proto: Any, place: str) -> TensorType:
     kind = proto.WhichOneof("value")
     if kind is None:
         return TensorType(0)
+    if kind == "optional_type":
+        return type_of(proto.optional_type.elem_type, place)
+    if kind == "sequence_type":
+        element = type_of(proto.sequence_type.elem_type, place)
+        if element.is_list:
+            raise not_a_tensor(f"{place}, a sequence of sequences")
+        return TensorType(NO_TENSOR, element=element)
     if kind != "tensor_type":
         raise not_a_tensor(f"{place}, {_KINDS.get(kind, 'a ' + kind.removesuffix('_type'))}")
     tensor = proto.tensor_type
@@ -144,10 +196,10 @@ def type_of(proto: Any, place: str) -> TensorType:
 
 
 def not_a_tensor(what: str) -> Unsupported:
-    """The error for a value that is no tensor, where it is given or read (results may be none)."""
+    """The error for a value that is neither a tensor nor a sequence of tensors, where it is given or read."""
     return Unsupported(
         f"{what},",
-        "only tensors have bytes that can be planned",
+        "only tensors, and sequences of them, have bytes that can be planned",
         "export the model without it (of scikit-learn: zipmap=False), or cut off the nodes around it "
         "(onnx.utils.extract_model)",
     )
@@ -214,6 +266,37 @@ class Shapes:
             if not 0 <= found <= MAX_BYTES:
                 raise BadInput(f"dimension {name!r} is {found}, not from 0 to 2^63-1", place="--shape")
         return found
+
+    def says(self, name: str) -> bool:
+        """Whether the user gives sizes under a name."""
+        return name in self.whole or name in self.dims
+
+    def counted(self, value: str, t: TensorType) -> TensorType:
+        """A sequence with as many tensors as the user says (``q=3``), or gives shapes for (``q[0]=2x3,q[1]=4x3``).
+        Raises ``BadInput`` where the model has another number of them."""
+        given = self.dims.get(value)
+        if given is not None:
+            self.used.add(value)
+        if t.items is not None:
+            if given is not None and given != len(t.items):
+                raise BadInput(
+                    f"{value} has {len(t.items)} tensors in the model, not {given}", place="--shape"
+                )
+            return t
+        if given is None:
+            places = re.compile(re.escape(value) + r"\[(\d{1,9})\]")
+            found = [m for name in (*self.dims, *self.whole) if (m := places.match(name))]
+            if not found or t.element is None:
+                return t
+            given = 1 + max(int(m[1]) for m in found)
+        dims = None if t.element is None else t.element.shape
+        if dims is not None:  # a name is of any of them, which may differ
+            known = (self.size(d) if isinstance(d, str) and d else None for d in dims)
+            dims = tuple(
+                d if isinstance(d, int) else "" if n is None else n for d, n in zip(dims, known, strict=True)
+            )
+        kind = t.element.dtype if t.element else 0
+        return replace(t, items=(TensorType(kind, dims),) * min(given, MOST_TENSORS + 1))
 
     def applied(self, value: str, t: TensorType) -> TensorType:
         """The type of ``value`` with what the user gave filled in. Raises ``BadInput`` where both disagree."""
@@ -311,7 +394,7 @@ def _computed(x: ast.expr, sizes: Mapping[str, int]) -> int | None:
     return None
 
 
-_VIEWS: Final = frozenset("Identity Reshape Squeeze Unsqueeze Flatten".split())
+_VIEWS: Final = frozenset("Identity Reshape Squeeze Unsqueeze Flatten Optional OptionalGetElement".split())
 
 _OVERWRITES: Final = frozenset(
     "Tanh Sigmoid Relu LeakyRelu Elu Selu Celu HardSigmoid Softplus Softsign ThresholdedRelu Softmax LogSoftmax Clip "

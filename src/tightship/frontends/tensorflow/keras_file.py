@@ -1,8 +1,8 @@
-"""A Keras model's file (``.keras``) -> the frozen GraphDef of its forward pass. No code of the file's is run.
+"""A Keras model's file (``.keras``, ``.h5``) -> the frozen GraphDef of its forward pass. None of its code is run.
 
-The file is a zip of a configuration and weights. Before Keras sees it, it is measured and looked through: how large
-its members become, where their names lead, which classes the configuration names (Keras's own, no ``Lambda``), and
-whether the weights link to other files.
+The file is a zip of a configuration and weights, or, as Keras 2 wrote it, HDF5 with both in it. Before Keras sees it,
+it is measured and looked through: how large its members become, where their names lead, which classes the
+configuration names (Keras's own, no ``Lambda``), and whether the weights link to other files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tightship.errors import BadInput, TightshipError, UnknownSize, Unsupported
 if TYPE_CHECKING:
     from tightship.frontends.tensorflow.load import GraphFile
 
-__all__ = ["check_archive", "read_keras"]
+__all__ = ["check_archive", "check_hdf5", "read_keras"]
 
 LARGEST_FILE: Final = 2**31 - 1
 """Bytes of all members, unpacked, and of the weights."""
@@ -33,12 +33,14 @@ MOST_RATIO: Final = 200
 """What a member of more than `LARGEST_CONFIG` bytes may grow by when it is unpacked."""
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
 _OWN: Final = ("keras", "builtins")
+_OTHERS: Final = frozenset({"FlaxLayer", "JaxLayer", "TFSMLayer", "TorchModuleWrapper"})
+"""Layers of Keras's own that unpickle something, or load it from elsewhere; not all versions of Keras refuse to."""
 
 
 def read_keras(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> GraphFile:
-    """The forward pass of the model in a file that `check_archive` has looked through, weights as constants;
-    ``shapes`` gives sizes to inputs that have unknown ones. Raises ``BadInput`` naming what is wrong with the file,
-    ``Unsupported`` where Keras is missing, ``UnknownSize`` for inputs without a size."""
+    """The forward pass of the model in a file that `check_archive` or `check_hdf5` has looked through, weights as
+    constants; ``shapes`` gives sizes to inputs that have unknown ones. Raises ``BadInput`` naming what is wrong with
+    the file, ``Unsupported`` where Keras is missing, ``UnknownSize`` for inputs without a size."""
     place = os.fspath(path)
     from tightship.frontends.tensorflow.load import (
         GraphFile,
@@ -202,6 +204,11 @@ def _check_code(config: bytes, place: str) -> None:
         if name in ("Lambda", "__lambda__"):
             what, instead = f"a Lambda layer in {place}", "write it as a layer of Keras's own"
             raise Unsupported(what, "it is code, and code in files is not run", instead)
+        if isinstance(name, str) and name in _OTHERS:
+            what = f"a {name} in {place}"
+            raise Unsupported(
+                what, "it holds or loads another library's model, which is code", "export a graph.pb"
+            )
         own = isinstance(module, str) and module.split(".")[0] in _OWN
         own |= module is None and found.get("registered_name") is None  # what is no class, such as tensors
         if name is not None and not own:
@@ -222,31 +229,68 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
             stack += item
 
 
-def _check_weights(data: bytes, place: str) -> None:
-    """Raise ``BadInput`` where weights link to other files or are larger than the limit."""
+def check_hdf5(path: str | os.PathLike[str]) -> None:
+    """`check_archive` of a file of HDF5, whose configuration is an attribute, and which Keras reads without its
+    optimizer's."""
+    place = os.fspath(path)
+    h5py = _h5py()
+    try:
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode):
+            raise BadInput("not a regular file", place=place)
+        if about.st_size > LARGEST_FILE:
+            raise BadInput(f"{about.st_size} bytes; the limit is {LARGEST_FILE}", place=place)
+        with h5py.File(path, "r") as file:
+            _check_datasets(h5py, file, place)
+            config = file.attrs.get("model_config")
+        if config is None:
+            fault = "no model_config: the file has weights alone; save the whole model (model.save)"
+            raise BadInput(fault, place=place)
+        data = config if isinstance(config, bytes) else str(config).encode()
+        if len(data) > LARGEST_CONFIG:
+            raise BadInput(f"model_config has more than {LARGEST_CONFIG} bytes", place=place)
+        _check_code(data, place)
+    except OSError as error:
+        said = error.strerror or _said(error)
+        raise BadInput(f"not a Keras model in HDF5: {said}", place=place) from error
+    except (ValueError, RuntimeError, KeyError, TypeError, RecursionError) as error:
+        raise BadInput(f"not a Keras model in HDF5: {_said(error)}", place=place) from error
+
+
+def _h5py() -> Any:
     try:
         import h5py
     except ImportError as error:
         instead = "pip install 'tightship[tensorflow]'"
         raise Unsupported("reading Keras models", "h5py is not installed", instead) from error
-    total = 0
+    return h5py
+
+
+def _check_weights(data: bytes, place: str) -> None:
+    """Raise ``BadInput`` where weights link to other files or are larger than the limit."""
+    h5py = _h5py()
+    try:
+        with h5py.File(io.BytesIO(data), "r") as file:
+            _check_datasets(h5py, file, place)
+    except (OSError, RuntimeError, KeyError, TypeError) as error:
+        raise BadInput(f"the weights are not HDF5: {_said(error)}", place=place) from error
+
+
+def _check_datasets(h5py: Any, file: Any, place: str) -> None:
+    """As `_check_weights`, of an open file."""
+    total, names = 0, list[str]()
 
     def look(name: str, link: Any) -> str | None:
         return None if isinstance(link, h5py.HardLink) else str(name)  # what is not None ends the visit
 
-    try:
-        with h5py.File(io.BytesIO(data), "r") as file:
-            if (linked := file.visititems_links(look)) is not None:
-                raise BadInput(f"weights {linked!r} are a link", place=place)
-            names: list[str] = []
-            file.visit(names.append)
-            for name in names:
-                item = file[name]
-                if isinstance(item, h5py.Dataset):
-                    total += int(item.nbytes)
-                    if item.external or item.is_virtual:
-                        raise BadInput(f"weights {name!r} lie in another file", place=place)
-    except (OSError, RuntimeError, KeyError, TypeError) as error:
-        raise BadInput(f"the weights are not HDF5: {_said(error)}", place=place) from error
+    if (linked := file.visititems_links(look)) is not None:
+        raise BadInput(f"weights {linked!r} are a link", place=place)
+    file.visit(names.append)
+    for name in names:
+        item = file[name]
+        if isinstance(item, h5py.Dataset):
+            total += int(item.nbytes)
+            if item.external or item.is_virtual:
+                raise BadInput(f"weights {name!r} lie in another file", place=place)
     if total > LARGEST_FILE:
         raise BadInput(f"weights of {total} bytes; the limit is {LARGEST_FILE}", place=place)

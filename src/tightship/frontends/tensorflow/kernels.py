@@ -30,19 +30,18 @@ Constant = Callable[[int], "list[int] | None"]
 def rows_of(node: Any, given: Shape, made: Shape, itemsize: int, constant: Constant) -> bool:
     """Whether the result ``made`` of a node of `ROWS` is rows of its input ``given``, without a copy; ``constant``
     says what is known of the whole numbers in an input."""
-    single = node.op == "Unpack" or (node.op == "StridedSlice" and node.attr["shrink_axis_mask"].i == 1)
-    inner = tuple(made) if single else tuple(made[1:])
-    if node.op == "StridedSlice" and ((strides := constant(3)) is None or any(n != 1 for n in strides)):
-        return False
-    if node.op == "StridedSlice" and prod(made) == prod(given):
-        return True  # all of it, maybe of more dimensions
-    if not given or inner != tuple(given[1:]) or len(made) != len(given) - single:
+    if node.op == "StridedSlice":
+        strides = constant(3)
+        if strides is None or any(n != 1 for n in strides):
+            return False
+        if prod(made) == prod(given):
+            return True  # all of it, maybe of more dimensions
+        inner = _taken(node, len(strides), given, made)[1:]
+    else:
+        inner = tuple(made if node.op == "Unpack" else made[1:])
+    if not given or inner != tuple(given[1:]):
         return False
     if node.op == "Unpack" and node.attr["axis"].i not in (0, -len(given)):
-        return False
-    if node.op == "StridedSlice" and not single and node.attr["shrink_axis_mask"].i:
-        return False
-    if node.op == "StridedSlice" and node.attr["new_axis_mask"].i:
         return False
     if inner:
         return prod(inner) * itemsize % ALIGNMENT == 0
@@ -50,6 +49,23 @@ def rows_of(node: Any, given: Shape, made: Shape, itemsize: int, constant: Const
         return False
     begins = [0] if node.op == "StridedSlice" and node.attr["begin_mask"].i & 1 else constant(1)
     return begins is not None and len(begins) == 1 and begins[0] >= 0 and not begins[0] * itemsize % ALIGNMENT
+
+
+def _taken(node: Any, written: int, given: Shape, made: Shape) -> tuple[int, ...]:
+    """How much a strided slice takes of each dimension of its input, by its result's; ``written`` entries say how,
+    of which some make a new dimension, or leave one out."""
+    new, shrunk, rest = (node.attr[f"{name}_mask"].i for name in ("new_axis", "shrink_axis", "ellipsis"))
+    left = len(given) - sum(1 for k in range(written) if not (new | rest) >> k & 1)
+    sizes, found = iter(made), list[int]()
+    for k in range(written):
+        if rest >> k & 1:
+            found += [next(sizes, 1) for _ in range(left)]
+            left = 0
+        elif new >> k & 1:
+            next(sizes, None)
+        else:
+            found.append(1 if shrunk >> k & 1 else next(sizes, 1))
+    return (*found, *sizes)
 
 
 def reduction_copies(kind: str, given: Shape, axes: Collection[int] | None) -> bool:
