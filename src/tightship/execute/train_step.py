@@ -77,7 +77,6 @@ class TrainStep(TrainUpdate):
         )  # fmt: skip
         self._pads, self._has_padded = tuple(pads), False
         self._verify_every, self._steps = verify_every, 0
-        self._inside = False  # of an accumulation, which DistributedDataParallel lets each rank do by itself
         self._unsent = False  # the last backward pass was in its no_sync()
         self._tries_again = False  # to plan what could not be planned as the model was
         self._once_more = True  # so it is after the first step in eager
@@ -414,7 +413,7 @@ class TrainStep(TrainUpdate):
             self.ranks.agreed("running a step in eager", lambda: None, lambda _: "")
             self.ranks.begin()
         if self._replicas is not None and not self._inside:
-            self._replicas.synchronize()
+            self._replicas.synchronize(self._owned.buffers)
         self._bring_back()
         static = [t for t in flatten(batch) if isinstance(t, torch.Tensor)]
         static += [p for _, p in self._owned.parameters] + list(self._owned.buffers.values())
@@ -508,8 +507,9 @@ class TrainStep(TrainUpdate):
         self._check_ranks(variant.program)
         if self.ranks is not None:
             self.ranks.begin()
-        if self._replicas is not None and not self._inside:
-            self._replicas.synchronize(looked=bool(readings_of(variant.program)))
+        sent = self._looking is not None and self._looking.synchronized
+        if self._replicas is not None and not self._inside and not sent:
+            self._synchronize(bool(readings_of(variant.program)))
         self._steps += 1
         in_hooks = any(op.phase == "update" for op in variant.program.graph.ops)
         optimizer = self.optimizer if in_hooks or not ending.leaves else None
