@@ -265,6 +265,26 @@ def test_the_run_before_the_first_step_leaves_nothing_behind():
     assert draws.uniform() == again.uniform()
 
 
+def test_attributes_of_functions_are_put_back():
+    """Counters of calls, and what functions keep of theirs."""
+
+    def kept(x):
+        if not hasattr(kept, "seen"):
+            kept.seen, kept.made = [], []
+        kept.seen.append(len(kept.made))
+        return x
+
+    def loss_fn(model, pair):
+        loss_fn.calls = getattr(loss_fn, "calls", 0) + 1
+        return kept(ordinary(model, pair))
+
+    step = fitted(net(), loss_fn)
+    assert vars(loss_fn) == vars(kept) == {}
+    for k in range(3):
+        step(batch(k))
+    assert loss_fn.calls == 3 and kept.seen == [0, 0, 0]
+
+
 LARGE: list[list[list[int]]] = []
 
 
