@@ -26,7 +26,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.settings import Settings
 from tightship.execute.state_dicts import load, saved
 from tightship.execute.train_update import TrainUpdate
-from tightship.execute.train_variants import callers_level, check_call
+from tightship.execute.train_variants import callers_level, check_call, end_frames
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.expectations import OtherAnswer, written_back
 from tightship.frontends.torch.capture.incremental import Ending
@@ -197,6 +197,7 @@ class TrainStep(TrainUpdate):
 
     def _fall_back(self, no: Unsupported | BadInput | Infeasible) -> str:
         """From now on steps run in eager. Returns what is said of it."""
+        end_frames(no, kept=True)
         self._unplanned = self._in_eager = Unplanned(no)
         self._variants.clear()
         self._arena = None
@@ -454,6 +455,7 @@ class TrainStep(TrainUpdate):
                 try:
                     out = self._run_planned(batch, ending)
                 except (OtherAnswer, Unplannable) as no:
+                    end_frames(no)
                     other.append(no)
                 else:
                     self._guesses.were_right()

@@ -3,7 +3,9 @@ runs that."""
 
 from __future__ import annotations
 
+import gc
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,7 +34,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.replaced import Knows, Replaced, has_own_bytes, own_bytes
 from tightship.execute.replicas import Replicas
 from tightship.execute.settings import Settings
-from tightship.frontends.torch import compat_ddp, compat_distributed
+from tightship.frontends.torch import compat, compat_ddp, compat_distributed
 from tightship.frontends.torch.capture.checks import check_hooks, check_model
 from tightship.frontends.torch.capture.expectations import Guesses, Misled, guessing
 from tightship.frontends.torch.capture.incremental import Ending
@@ -56,7 +58,7 @@ from tightship.frontends.torch.structure import (
 from tightship.graph import Graph
 from tightship.plan import Plan
 
-__all__ = ["TrainVariants", "check_call"]
+__all__ = ["TrainVariants", "check_call", "end_frames"]
 
 
 class TrainVariants(PlannedTogether):
@@ -238,7 +240,11 @@ class TrainVariants(PlannedTogether):
         """What the code of the step changes is put back, if ``when`` says so at the end."""
         roots = (self.model, self.loss_fn, *(hook.fn for hook in self._owned.hooks()))
         with untouched(self.model, [], frozen=False, when=when), python_state_kept(*roots, when=when):
-            yield
+            try:
+                yield
+            except TightshipError as error:
+                end_frames(error)
+                raise
 
     def _prepare_parts(self, batch: Any) -> None:
         """All that an update takes is planned, from the part that needs most on, of which the budget is a share."""
@@ -540,6 +546,18 @@ class TrainVariants(PlannedTogether):
     def _captured_update(self, gradients: Mapping[str, torch.Tensor]) -> Program:
         self._bring_back()
         return capture_update(self.model, self._own_updates(), gradients)
+
+
+def end_frames(error: BaseException | None, *, kept: bool = False) -> None:
+    """Code that an error of ours has ended leaves its contexts (``fork_rng()`` in an ``__enter__``) now, before what
+    it has changed is put back: with the error's frames they would be left whenever that goes. ``kept``: the error
+    stays, and the step has been put back."""
+    with compat.random_states_kept(("cpu",)) if kept else nullcontext():
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None if kept else error.__traceback__
+            error = error.__cause__ or error.__context__
+        gc.collect()  # hooks and what they are registered on hold one another
 
 
 def callers_level() -> int:
