@@ -288,6 +288,7 @@ def lockstep(eager: Side, ours: Side, steps: int) -> Outcome:
             return Outcome("refused", f"in step {k}: {refusal}")
         a, b = ({**dict(_leaves(r, "result")), **s.state()} for r, s in ((expected, eager), (got, ours)))
         names = [n for n in dict.fromkeys((*a, *b)) if n not in a or n not in b or not _same(a[n], b[n])]
+        del a, b  # state that the next step replaces would be there beside the new
         if names:
             return Outcome("different", f"after step {k}: {', '.join(names[:6])}")
         for step in ours.fitted:

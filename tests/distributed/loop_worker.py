@@ -517,6 +517,8 @@ def fewer_batches() -> Any:
     rows: dict[str, Any] = {"taken": [step(b).item() for b in given[:2]]}
     before = digest(m.parameters())
     rows["joined"] = caught(lambda: Join([m]))
+    with Join([other := DistributedDataParallel(model())]):
+        rows["in join"] = caught(lambda: tightship.fit(other, loss_of, adamw(other), given[0], "100%"))
     rows["error"] = caught(lambda: step(given[2]) if dist.get_rank() == 0 else dist.barrier())
     rows["again"] = caught(lambda: step(given[2]))["text"]
     if dist.get_rank() == 0:

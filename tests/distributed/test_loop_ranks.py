@@ -94,7 +94,9 @@ def test_a_rank_that_waits_elsewhere_ends_the_steps_of_the_others_within_seconds
     for row in (stepping, waiting):
         assert row["unchanged"]
         assert row["digest"] == stepping["digest"]
-        assert "Join around a DistributedDataParallel" in row["joined"]["text"]
+        for where in ("joined", "in join"):
+            assert "Join around a DistributedDataParallel" in row[where]["text"]
+            assert "take as many steps on all ranks" in row[where]["text"]
     grouping, stepping = rows["grouped_by_one"]
     assert grouping["type"] == ""
     assert "rank 0: waits in torch.distributed.new_group (worker.py:" in stepping["text"]

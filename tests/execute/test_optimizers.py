@@ -442,6 +442,27 @@ def test_no_optimizer_in_a_list_is_refused(tmp_path):
         fit(net(), loss_of, [], batch_of(0), cache=tmp_path)
 
 
+class OfTuples:
+    """As torchopt's."""
+
+    def __init__(self, parameters):
+        self.param_groups = [tuple(parameters)]
+
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_with_groups_of_another_form_is_refused_with_what_to_do(several):
+    model = nn.Linear(4, 4)
+    optimizer = OfTuples(model.parameters())
+    with pytest.raises(
+        Unsupported, match=r"OfTuples is not supported: its param_groups are not dicts .* fit None"
+    ):
+        given = [optimizer, torch.optim.SGD(model.parameters())] if several else optimizer
+        fit(model, lambda m, x: m(x).sum(), given, torch.ones(2, 4), cache=None)
+
+
 def test_a_scaler_and_several_optimizers_are_refused(tmp_path):
     model = net()
     with pytest.raises(Unsupported, match="GradScaler with several optimizers"):

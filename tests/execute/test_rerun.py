@@ -265,6 +265,89 @@ def test_the_run_before_the_first_step_leaves_nothing_behind():
     assert draws.uniform() == again.uniform()
 
 
+def test_attributes_of_functions_are_put_back():
+    """Counters of calls, and what functions keep of theirs."""
+
+    def kept(x):
+        if not hasattr(kept, "seen"):
+            kept.seen, kept.made = [], []
+        kept.seen.append(len(kept.made))
+        return x
+
+    def loss_fn(model, pair):
+        loss_fn.calls = getattr(loss_fn, "calls", 0) + 1
+        return kept(ordinary(model, pair))
+
+    step = fitted(net(), loss_fn)
+    assert vars(loss_fn) == vars(kept) == {}
+    for k in range(3):
+        step(batch(k))
+    assert loss_fn.calls == 3 and kept.seen == [0, 0, 0]
+
+
+class SameState:
+    """As a cached contrastive loss runs its model again: in an ``__enter__`` that does not come to its end where the
+    random state may not be set."""
+
+    def __init__(self):
+        self.state = torch.get_rng_state()
+
+    def __enter__(self):
+        self.fork = torch.random.fork_rng(devices=[])
+        self.fork.__enter__()
+        torch.set_rng_state(self.state)
+
+    def __exit__(self, *_):
+        self.fork.__exit__(None, None, None)
+
+
+def run_again(model, pair):
+    with torch.no_grad():
+        same = SameState()
+        model(pair[0])
+    with same:
+        return model(pair[0]).square().mean()
+
+
+def run_again_in_a_hook(model, pair):
+    with torch.no_grad():
+        same = SameState()
+        out = model(pair[0])
+    out.requires_grad_()
+    loss = out.square().mean()
+    (grad,) = torch.autograd.grad(loss, out)
+    loss = loss.detach().requires_grad_()
+
+    def hook(given):
+        with torch.enable_grad(), same:
+            ((model(pair[0]) * grad).sum() * given).backward()
+
+    loss.register_hook(hook)
+    return loss
+
+
+@pytest.mark.parametrize("loss_fn", [run_again, run_again_in_a_hook])
+def test_contexts_that_a_refusal_ends_leave_before_random_states_are_put_back(loss_fn):
+    model, twin = (nn.Sequential(net(), nn.Dropout(0.5)) for _ in range(2))
+    with pytest.warns(Fallback, match="setting torch's random state"):
+        step = fitted(model, loss_fn)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    ours, theirs = [], []
+    torch.manual_seed(1)
+    for k in range(4):
+        ours.append(step(batch(k)))
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    for k in range(4):
+        optimizer.zero_grad()
+        theirs.append(loss_fn(twin, batch(k)))
+        theirs[-1].backward()
+        optimizer.step()
+    assert torch.equal(state, torch.get_rng_state())
+    assert [x.item() for x in ours] == [x.item() for x in theirs]
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
 LARGE: list[list[list[int]]] = []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -334,3 +336,35 @@ def test_no_more_is_kept_between_passes_than_without_a_plan():
     entries = compiled_session(compiled).ledger.entries.values()
     assert len(entries) > 1
     assert all(e.rest <= e.unplanned_rest for e in entries)
+
+
+@pytest.mark.parametrize("kept", ["an error", "a loss"])
+def test_what_an_earlier_step_saved_is_said_to_be_there(kept):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    m = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    x, held = torch.randn(256, 32), []
+    compiled = torch.compile(m, backend="tightship", options={"budget": "100%"})
+
+    def forward(fails=False):
+        loss = compiled(x).square().mean()
+        if fails:
+            raise ArithmeticError("no")
+        return loss
+
+    forward().backward()
+    try:
+        held.append(forward(fails=kept == "an error"))
+    except ArithmeticError as error:
+        held.append(error)
+    with pytest.raises(Infeasible) as refused:
+        forward()
+    expected = {
+        "an error": "the ArithmeticError of test_torch_compile_calls.py:",
+        "a loss": "what an earlier call of the same code saved for its backward pass is still there",
+    }
+    assert expected[kept] in str(refused.value)
+    held.clear()
+    del refused
+    gc.collect()
+    forward().backward()

@@ -27,6 +27,7 @@ __all__ = [
     "Given",
     "Moved",
     "Told",
+    "begun_alike",
     "check_orders",
     "check_plans",
     "check_sequences",
@@ -47,8 +48,9 @@ __all__ = [
 class Told(NamedTuple):
     """What a rank says of its step: a digest of its ops, wherever in tensors these find their parts; the collectives
     among them (how many, and a digest of what they are, in order); the same of its plan, if it has one; a digest of
-    each group of ranks that they send among, in the order in which they come up; a digest of what it trains; and one
-    of what its optimizer is set to."""
+    each group of ranks that they send among, in the order in which they come up; a digest of what it trains; one of
+    what its optimizer is set to; how many of its plan's collectives have run, for what its code has looked at; and
+    whether it writes buffers."""
 
     ops: str
     calls: tuple[int, str]
@@ -56,6 +58,8 @@ class Told(NamedTuple):
     groups: tuple[str, ...]
     trained: str = ""
     options: str = ""
+    begun: int = 0
+    writes: bool = False
 
     @staticmethod
     def of(row: Sequence[Any]) -> Told:
@@ -70,7 +74,8 @@ def told_of(captured: Program, plan: Plan | None = None, program: Program | None
     groups: dict[tuple[int, ...], int] = {}
     calls = _calls(captured, ops, groups)
     planned = None if plan is None else _calls(program or captured, steps, groups)
-    return Told(_planned_alike(captured), calls, planned, told_groups(groups), _digest(trained_by(captured)))
+    trained, alike = _digest(trained_by(captured)), _planned_alike(captured)
+    return Told(alike, calls, planned, told_groups(groups), trained, writes=_writes_buffers(captured))
 
 
 def told_groups(groups: Iterable[Iterable[int]]) -> tuple[str, ...]:
@@ -92,6 +97,11 @@ def trained_by(program: Program) -> list[str]:
         if slot.role in ("parameter", "gradient") and graph.values[slot.value].storage in written
     }
     return sorted({*found, *program.gradients})
+
+
+def _writes_buffers(program: Program) -> bool:
+    homes = {program.graph.values[s.value].storage for s in program.slots if s.role == "buffer"}
+    return any(not homes.isdisjoint(op.mutates) for op in program.graph.ops)
 
 
 def _planned_alike(captured: Program) -> str:
@@ -166,6 +176,12 @@ def check_trained(ranks: Ranks, told: Sequence[Any], captured: Program) -> None:
 def _trained_beside(names: Sequence[str], count: int) -> str:
     more = ", ".join([*map(repr, names[:3]), *(["…"] if len(names) > 3 else [])])
     return f"trains {count} parameters" + (f", among them {more}" if more else "")
+
+
+def begun_alike(told: Sequence[Any]) -> bool:
+    """Whether steps go on from where all ranks are, by plans that send the same."""
+    rows = [Told.of(row) for row in told]
+    return not any(row.begun for row in rows) or len({(row.begun, row.plan) for row in rows}) == 1
 
 
 def in_one_order(told: Sequence[Any]) -> bool:

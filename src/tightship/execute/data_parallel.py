@@ -264,6 +264,7 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
             "it takes DTensors apart and puts them together around each forward pass",
             "call fully_shard over the mesh of the ranks with other batches, which fit takes over",
         )  # fmt: skip
+    compat_ddp.check_no_join(ddp)
     if options := compat_ddp.own_ddp_options(ddp):
         raise Unsupported(
             f"a model in DistributedDataParallel with {', '.join(options)}",

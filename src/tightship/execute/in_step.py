@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tightship.errors import TightshipError
+from tightship.errors import PeerFailed, TightshipError
 from tightship.execute.interpreter import Running
 from tightship.execute.interrupts import Updating
+from tightship.execute.looking import Looking
 from tightship.execute.prepared import Variant
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import collectives, compat
 from tightship.frontends.torch.capture.expectations import Expectation, OtherAnswer
 from tightship.frontends.torch.capture.random_state import random_state_is_ahead, torch_state
-from tightship.frontends.torch.capture.readings import Read, Reading, Readings
+from tightship.frontends.torch.capture.readings import Read, Reading, Readings, looked_behind
 from tightship.frontends.torch.refusals import told
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 
@@ -26,7 +28,7 @@ __all__ = ["InStep"]
 class _Run:
     """``constants`` are the ids of those that it began with, by slot; ``kept`` what was in the caller's tensors that
     it writes before it is sure to go on, by id, and ``states`` the random states; ``latest`` is the reading before
-    now."""
+    now; ``sent`` counts the collectives that have been run."""
 
     variant: Variant
     constants: dict[int, int]
@@ -34,6 +36,7 @@ class _Run:
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]]
     states: list[tuple[Any, torch.Tensor]]
     latest: Read
+    sent: int = 0
     said: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def put_back(self) -> None:
@@ -46,13 +49,15 @@ class _Run:
 
 class InStep:
     """At most one run of one step. ``variant_of`` finds what runs a trace, ``renumber`` gives it numbers, by op, for
-    as long as the run takes, ``ready`` is called before it begins, and ``leaves`` are the batch's tensors."""
+    as long as the run takes, ``ready`` is called before it begins, and ``leaves`` are the batch's tensors;
+    ``looking``: with other ranks."""
 
     def __init__(
         self, readings: Readings, variant_of: Callable[[FunctionTrace], Variant],
         renumber: Callable[[Variant, FunctionTrace, dict[int, tuple[Any, ...]]], None], ready: Callable[[], None],
-        leaves: Sequence[Any], updating: Updating,
+        leaves: Sequence[Any], updating: Updating, looking: Looking | None = None,
     ) -> None:  # fmt: skip
+        self._looking = looking
         self._readings, self._variant_of, self._renumber = readings, variant_of, renumber
         self._ready, self._leaves, self._updating = ready, leaves, updating
         self._run: _Run | None = None
@@ -69,6 +74,12 @@ class InStep:
         variant = self._variant_of(trace)
         if self._run is not None and self._run.variant is not variant:
             self.put_back()
+        look = _early(variant).looks[reading.read.nth]
+        looking = self._looking
+        if looking is None or not looking.together(behind=look.behind, written=look.written):
+            looking = None
+        elif not looking.follows(reading.place, look.digest, self.sent, self.put_back):
+            return None
         if numbers:
             self._renumber(variant, trace, numbers)
         inputs = variant.binding.tensors(self._leaves, constants)
@@ -80,7 +91,8 @@ class InStep:
         run.latest = reading.read
         while nth not in run.said:
             try:
-                read = next(run.going)
+                with looking.sending() if looking is not None else nullcontext():
+                    read = next(run.going)
             except StopIteration:
                 return None
             except TightshipError as no:
@@ -90,7 +102,13 @@ class InStep:
                 self.put_back()
                 raise
             run.said[read.nth], read.said = read.said, ()
+        run.sent = look.sent
         return run.said[nth]
+
+    @property
+    def sent(self) -> int:
+        """How many collectives the run has sent that has begun."""
+        return 0 if self._run is None else self._run.sent
 
     def before(self, tensors: dict[tuple[str, Any], Any]) -> dict[tuple[str, Any], Any]:
         kept = self._run.kept if self._run is not None else {}
@@ -105,6 +123,9 @@ class InStep:
         """As `abort`, where no path is taken that none of its steps has taken before."""
         run, self._run = self._run, None
         if run is not None:
+            if run.sent:
+                with suppress(PeerFailed):
+                    collectives.finish()
             run.going.close()
             random_state_is_ahead(None)
             run.variant.executor.change_numbers(run.variant.program)
@@ -112,9 +133,8 @@ class InStep:
 
     def _begun(self, variant: Variant, inputs: list[Any], read: Read) -> _Run:
         program, executor = variant.program, variant.executor
-        if variant.early is None:
-            variant.early = _early(variant)
-        written, devices = variant.early
+        early = _early(variant)
+        written, devices = early.written, early.devices
         with compat.without_modes():
             generators = [compat.generator_of(d) for d in devices]
             states = [(g, g.get_state()) for g in generators]
@@ -158,13 +178,47 @@ class InStep:
         return results
 
 
-def _early(variant: Variant) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The slots of the caller's tensors that the step writes before it is sure to go on, never those that it trains;
-    and the devices on which it draws."""
+@dataclass(frozen=True)
+class _Look:
+    """What comes before a reading: the collectives that the plan has ``sent``, and their ``digest``; whether the code
+    has called one, and whether buffers are ``written``."""
+
+    sent: int
+    digest: str
+    behind: bool
+    written: bool
+
+
+@dataclass(frozen=True)
+class _Early:
+    """Of a step that runs while its code does: the slots of the caller's tensors ``written`` before it is sure to go
+    on, never those that it trains; the devices on which it draws; what comes before each reading."""
+
+    written: tuple[int, ...]
+    devices: tuple[str, ...]
+    looks: dict[int, _Look]
+
+
+def _early(variant: Variant) -> _Early:
+    if variant.early is None:
+        variant.early = _found_early(variant)
+    found: _Early = variant.early
+    return found
+
+
+def _found_early(variant: Variant) -> _Early:
     graph, calls = variant.program.graph, variant.program.calls
     steps = [s.op for s in variant.executor.plan.steps if s.op >= 0]
     last = max(k for k, op in enumerate(steps) if isinstance(calls[op].fn, Read | Expectation))
     written = {s for op in steps[:last] for s in graph.ops[op].mutates}
     slots = [n for n, s in enumerate(variant.program.slots) if graph.values[s.value].storage in written]
     devices = {op.device for op in graph.ops if op.random}
-    return tuple(slots), tuple(sorted({"cpu", *devices})) if devices else ()
+    looks: dict[int, _Look] = {}
+    sent, plan = 0, variant.told and variant.told.plan
+    before = looked_behind(variant.program)
+    for op in steps:
+        fn = calls[op].fn
+        sent += isinstance(fn, collectives.Collective)
+        if isinstance(fn, Read):
+            looks[fn.nth] = _Look(sent, f"{plan} {sent}", *before[fn.nth])
+    return _Early(tuple(slots), tuple(sorted({"cpu", *devices})) if devices else (), looks)

@@ -12,6 +12,7 @@ from tightship.execute.agreement import (
     Given,
     Moved,
     Told,
+    begun_alike,
     check_orders,
     check_plans,
     check_sequences,
@@ -27,6 +28,8 @@ from tightship.execute.agreement import (
     written,
 )
 from tightship.execute.data_parallel import check_options, digest_of_options
+from tightship.execute.in_step import InStep
+from tightship.execute.looking import Looking
 from tightship.execute.prepared import Prepared, Variant
 from tightship.execute.ranks import Ranks
 from tightship.execute.replicas import Replicas
@@ -58,6 +61,8 @@ class PlannedTogether(Prepared):
     independent: bool
     """Whether each rank trains a model of its own."""
     _replicas: Replicas | None
+    _looking: Looking | None
+    """How several ranks look at what their step computes."""
     _preparing: bool
 
     def _known(self, asked: Asked, ending: Ending) -> Variant | None:
@@ -76,9 +81,10 @@ class PlannedTogether(Prepared):
         raise NotImplementedError
 
     def _settled_together(
-        self, ranks: Ranks, ask: Callable[[], Asked], batch: Any, ending: Ending
+        self, ranks: Ranks, ask: Callable[[], Asked], batch: Any, ending: Ending, begun: InStep | None
     ) -> tuple[Variant, Asked]:
-        """Where a rank has no plan, all take part in making it: nothing is sent before all are ready."""
+        """Where a rank has no plan, all take part in making it: nothing is sent before all are ready, but for what
+        the step has ``begun``, which is put back where others have begun something else, or nothing."""
 
         def own() -> tuple[Asked, Variant | None, Program]:
             asked = ask()
@@ -95,9 +101,14 @@ class PlannedTogether(Prepared):
             _, known, program = found
             together = self._replicas is not None and not ending.leaves
             options = digest_of_options(self.optimizer) if together else ""
-            return (known.told if known is not None else told_of(program))._replace(options=options)
+            row = known.told if known is not None else told_of(program)
+            return row._replace(options=options, begun=0 if begun is None else begun.sent)  # type: ignore[no-any-return]
 
         (asked, variant, captured), told = ranks.agreed(self._what_runs(ending), own, said)
+        if begun is not None and not begun_alike(told):
+            begun.put_back()
+        if self._looking is not None:
+            self._looking.writes = self._looking.writes or any(Told.of(row).writes for row in told)
         differ = self._replicas is not None and self._replicas.may_differ
         if differ and not ending.leaves and other_layers(told):
             raise OtherLayers

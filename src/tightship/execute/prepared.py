@@ -91,9 +91,7 @@ class Variant(NotCopied):
     whole_peak: int = 0  # unplanned, of the step as it was captured, where what is planned is another program
     told: Any = None  # what other ranks were told of it
     text: str = ""  # that they were told, where something streams
-    early: tuple[tuple[int, ...], tuple[str, ...]] | None = (
-        None  # what `InStep` puts back: slots, devices that draw
-    )
+    early: Any = None  # what `InStep` knows of it
 
     @property
     def unplanned(self) -> int:

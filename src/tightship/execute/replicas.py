@@ -44,7 +44,7 @@ from tightship.execute.shards import (
 )
 from tightship.frontends.torch import compat_ddp, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.checks import check_model
-from tightship.frontends.torch.capture.readings import Read
+from tightship.frontends.torch.capture.readings import looked_behind
 from tightship.frontends.torch.collectives import average_now, broadcast, messages, reduced, summed
 from tightship.frontends.torch.compat_ddp import NO_SYNC
 from tightship.frontends.torch.fully_shard_methods import sends_nothing
@@ -249,10 +249,10 @@ class Replicas(NotCopied):
         if self.apart or told:
             raise unsent_update(told or NO_SYNC, "a step that updates")
 
-    def synchronize(self, *, looked: bool = False) -> None:
-        """Buffers are those of rank 0. ``looked``: the code of the step has seen what was computed with this rank's.
-        Raises ``Unsupported`` where these were others."""
-        for n, b in self.model.named_buffers() if self.parallel.buffers else ():
+    def synchronize(self, buffers: Mapping[str, torch.Tensor], *, looked: bool = False) -> None:
+        """The model's ``buffers`` are those of rank 0. ``looked``: the code of the step has seen what was computed
+        with this rank's. Raises ``Unsupported`` where these were others."""
+        for n, b in buffers.items() if self.parallel.buffers else ():
             before = b.detach().clone() if looked else None
             broadcast(b.data, self.among)
             if before is not None and not bit_identical(before, b):
@@ -264,13 +264,12 @@ class Replicas(NotCopied):
         if self.ddp is not None:
             compat_ddp.buffers_change(self.ddp)
 
-    def runs_alone(self, program: Program) -> bool:
-        """Whether what runs before its last reading needs no other rank, and no buffer that it writes is sent."""
-        last = max(k for k, call in enumerate(program.calls) if isinstance(call.fn, Read))
-        sends = any(compat_distributed.is_collective(call.fn) for call in program.calls[:last])
+    def sends_behind(self, program: Program) -> bool:
+        """Whether buffers that are sent are written only behind its last reading: ranks do not look together."""
         written = {s for op in program.graph.ops for s in op.mutates}
         homes = (program.graph.values[s.value].storage for s in program.slots if s.role == "buffer")
-        return not sends and not (self.parallel.buffers and not written.isdisjoint(homes))
+        before = any(written for _, written in looked_behind(program).values())
+        return self.parallel.buffers and not before and not written.isdisjoint(homes)
 
     def fill_up(self, parameters: Iterable[tuple[str, torch.Tensor]], ranks: Ranks | None) -> None:
         """Zeros for gradients that others have, where ranks may run other layers. What none has stays so."""

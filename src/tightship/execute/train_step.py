@@ -26,7 +26,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.settings import Settings
 from tightship.execute.state_dicts import load, saved
 from tightship.execute.train_update import TrainUpdate
-from tightship.execute.train_variants import callers_level, check_call
+from tightship.execute.train_variants import callers_level, check_call, end_frames
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.expectations import OtherAnswer, written_back
 from tightship.frontends.torch.capture.incremental import Ending
@@ -77,7 +77,6 @@ class TrainStep(TrainUpdate):
         )  # fmt: skip
         self._pads, self._has_padded = tuple(pads), False
         self._verify_every, self._steps = verify_every, 0
-        self._inside = False  # of an accumulation, which DistributedDataParallel lets each rank do by itself
         self._unsent = False  # the last backward pass was in its no_sync()
         self._tries_again = False  # to plan what could not be planned as the model was
         self._once_more = True  # so it is after the first step in eager
@@ -198,6 +197,7 @@ class TrainStep(TrainUpdate):
 
     def _fall_back(self, no: Unsupported | BadInput | Infeasible) -> str:
         """From now on steps run in eager. Returns what is said of it."""
+        end_frames(no, kept=True)
         self._unplanned = self._in_eager = Unplanned(no)
         self._variants.clear()
         self._arena = None
@@ -414,7 +414,7 @@ class TrainStep(TrainUpdate):
             self.ranks.agreed("running a step in eager", lambda: None, lambda _: "")
             self.ranks.begin()
         if self._replicas is not None and not self._inside:
-            self._replicas.synchronize()
+            self._replicas.synchronize(self._owned.buffers)
         self._bring_back()
         static = [t for t in flatten(batch) if isinstance(t, torch.Tensor)]
         static += [p for _, p in self._owned.parameters] + list(self._owned.buffers.values())
@@ -455,6 +455,7 @@ class TrainStep(TrainUpdate):
                 try:
                     out = self._run_planned(batch, ending)
                 except (OtherAnswer, Unplannable) as no:
+                    end_frames(no)
                     other.append(no)
                 else:
                     self._guesses.were_right()
@@ -508,8 +509,9 @@ class TrainStep(TrainUpdate):
         self._check_ranks(variant.program)
         if self.ranks is not None:
             self.ranks.begin()
-        if self._replicas is not None and not self._inside:
-            self._replicas.synchronize(looked=bool(readings_of(variant.program)))
+        sent = self._looking is not None and self._looking.synchronized
+        if self._replicas is not None and not self._inside and not sent:
+            self._synchronize(bool(readings_of(variant.program)))
         self._steps += 1
         in_hooks = any(op.phase == "update" for op in variant.program.graph.ops)
         optimizer = self.optimizer if in_hooks or not ending.leaves else None

@@ -3,7 +3,9 @@ runs that."""
 
 from __future__ import annotations
 
+import gc
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +21,7 @@ from tightship.execute.cache import KeptPlans
 from tightship.execute.data_parallel import DataParallel
 from tightship.execute.in_step import InStep
 from tightship.execute.interrupts import Updating
+from tightship.execute.looking import Looking
 from tightship.execute.parts import (
     Loop,
     bytes_of_inputs,
@@ -31,7 +34,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.replaced import Knows, Replaced, has_own_bytes, own_bytes
 from tightship.execute.replicas import Replicas
 from tightship.execute.settings import Settings
-from tightship.frontends.torch import compat_ddp, compat_distributed
+from tightship.frontends.torch import compat, compat_ddp, compat_distributed
 from tightship.frontends.torch.capture.checks import check_hooks, check_model
 from tightship.frontends.torch.capture.expectations import Guesses, Misled, guessing
 from tightship.frontends.torch.capture.incremental import Ending
@@ -55,7 +58,7 @@ from tightship.frontends.torch.structure import (
 from tightship.graph import Graph
 from tightship.plan import Plan
 
-__all__ = ["TrainVariants", "check_call"]
+__all__ = ["TrainVariants", "check_call", "end_frames"]
 
 
 class TrainVariants(PlannedTogether):
@@ -97,8 +100,17 @@ class TrainVariants(PlannedTogether):
         self._shared: list[torch.Tensor] = []
         alone = ranks is None and (independent or compat_distributed.world_size() == 1)
         self._guesses = Guesses() if alone and not settings.strict else None
-        looks_beside = self._looks_beside_ranks and self._replicas is not None and not self._replicas.shards
-        self._readings = Readings() if (alone or looks_beside) and not settings.stream else None
+        self._looking: Looking | None = None
+        if ranks is not None and self._looks_beside_ranks:
+            sends_buffers = self._replicas is not None and self._replicas.parallel.buffers
+            self._looking = Looking(ranks, self._synchronize if sends_buffers else None)
+        looks = (alone or self._looking is not None) and not settings.stream
+        self._readings = Readings(self._looking) if looks else None
+        self._inside = False  # of an accumulation, which DistributedDataParallel lets each rank do by itself
+
+    def _synchronize(self, looked: bool) -> None:
+        assert self._replicas is not None
+        self._replicas.synchronize(self._owned.buffers, looked=looked)
 
     def take_over_ddp(self, ddp: Any) -> None:
         """From here on the DistributedDataParallel of the model evaluates, and this trains."""
@@ -228,7 +240,11 @@ class TrainVariants(PlannedTogether):
         """What the code of the step changes is put back, if ``when`` says so at the end."""
         roots = (self.model, self.loss_fn, *(hook.fn for hook in self._owned.hooks()))
         with untouched(self.model, [], frozen=False, when=when), python_state_kept(*roots, when=when):
-            yield
+            try:
+                yield
+            except TightshipError as error:
+                end_frames(error)
+                raise
 
     def _prepare_parts(self, batch: Any) -> None:
         """All that an update takes is planned, from the part that needs most on, of which the budget is a share."""
@@ -359,7 +375,7 @@ class TrainVariants(PlannedTogether):
         self, batch: Any, ending: Ending, begun: InStep | None = None
     ) -> tuple[Variant, list[Any], Asked]:
         """What the code of the step asks for on this batch, the tensors to run it on, and how results go together."""
-        variant, asked = self._settled(lambda: self._ask(batch, ending, begun), batch, ending)
+        variant, asked = self._settled(lambda: self._ask(batch, ending, begun), batch, ending, begun)
         return variant, variant.binding.tensors(tensor_leaves(batch), asked.constants), asked
 
     def _in_step(self, batch: Any, ending: Ending) -> InStep | None:
@@ -376,12 +392,15 @@ class TrainVariants(PlannedTogether):
             variant.executor.change_numbers(self._renewed(variant, captured, numbers))
 
         leaves = tensor_leaves(batch)
-        return InStep(self._readings, variant_of, renumber, self._put_away, leaves, self._updating)
+        ready = self._put_away
+        return InStep(self._readings, variant_of, renumber, ready, leaves, self._updating, self._looking)
 
     def _ask(self, batch: Any, ending: Ending, begun: InStep | None = None) -> Asked:
         """What the code of the step asks for on this batch."""
         check_call()
         check_hooks((), self._owned.modules)
+        if self._looking is not None:
+            self._looking.begin(buffers=not self._inside)
         kinds = [TensorLeaf.of(t) for t in tensor_leaves(batch)]
         traces = [t for v in self._fitting(ending) for t in v.traces if t.takes(kinds)]
         stage = nullcontext() if traces else self.settings.progress.stage("capturing")
@@ -402,10 +421,12 @@ class TrainVariants(PlannedTogether):
     def _modes_of(self, ending: Ending) -> tuple[Any, ...]:
         return (ending.part, layouts(ending.held), *self._modes())
 
-    def _settled(self, ask: Callable[[], Asked], batch: Any, ending: Ending) -> tuple[Variant, Asked]:
+    def _settled(
+        self, ask: Callable[[], Asked], batch: Any, ending: Ending, begun: InStep | None = None
+    ) -> tuple[Variant, Asked]:
         """The variant that runs what is asked for; with other ranks, only where it goes together with theirs."""
         if self.ranks is not None:
-            return self._settled_together(self.ranks, ask, batch, ending)
+            return self._settled_together(self.ranks, ask, batch, ending, begun)
         asked = ask()
         variant = self._known(asked, ending)
         if variant is None:
@@ -423,8 +444,8 @@ class TrainVariants(PlannedTogether):
         if not reads:
             return
         each_time = any(c.repeats or c.state.saves for c in asked.trace.calls)
-        alone = self._replicas is None or self._replicas.runs_alone(asked.program)
-        if each_time or asked.program.apart or not alone:
+        late = self._replicas is not None and self._replicas.sends_behind(asked.program)
+        if each_time or asked.program.apart or late:
             raise reads[0].refusal
 
     def _known(self, asked: Asked, ending: Ending) -> Variant | None:
@@ -525,6 +546,18 @@ class TrainVariants(PlannedTogether):
     def _captured_update(self, gradients: Mapping[str, torch.Tensor]) -> Program:
         self._bring_back()
         return capture_update(self.model, self._own_updates(), gradients)
+
+
+def end_frames(error: BaseException | None, *, kept: bool = False) -> None:
+    """Code that an error of ours has ended leaves its contexts (``fork_rng()`` in an ``__enter__``) now, before what
+    it has changed is put back: with the error's frames they would be left whenever that goes. ``kept``: the error
+    stays, and the step has been put back."""
+    with compat.random_states_kept(("cpu",)) if kept else nullcontext():
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None if kept else error.__traceback__
+            error = error.__cause__ or error.__context__
+        gc.collect()  # hooks and what they are registered on hold one another
 
 
 def callers_level() -> int:

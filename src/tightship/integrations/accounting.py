@@ -33,6 +33,7 @@ from tightship.integrations.graph_entries import (
     rests,
     top_of,
 )
+from tightship.integrations.kept_graphs import kept_advice
 from tightship.integrations.optimizer_memory import StepMemory
 from tightship.units import Budget, format_bytes
 
@@ -408,8 +409,15 @@ class Ledger:
             if need > limit:
                 raise Infeasible(
                     budget=limit, lower_bound=static, best_peak=need, at=f"a pass of {name_of(rows, k)}",
-                    top=top_of(rows, k, static), advice=(_CALLED_AGAIN,) if e.place[1] else (),
+                    top=top_of(rows, k, static), advice=self._why_again(rows),
                 )  # fmt: skip
+
+    def _why_again(self, rows: Sequence[Entry]) -> list[str]:
+        """What to do where the same code runs again before the backward pass of an earlier call."""
+        if not any(e.place[1] for e in rows):
+            return []
+        marks = {c.mark for c in self._calls if c.waits()}
+        return [*([kept_advice(marks)] if self._settled else []), _CALLED_AGAIN]
 
     def _beside_static(self, results: int = 0) -> int:
         """Bytes beside the static set while the optimizer steps."""

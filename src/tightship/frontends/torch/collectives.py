@@ -22,9 +22,9 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_distributed
 
 __all__ = [
-    "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages",
-    "no_split", "no_stream", "reduced", "running", "scattered_means", "sending", "sends", "sends_parts", "share",
-    "summed", "unsent", "wait_for", "waiting",
+    "Collective", "Division", "Figures", "average_now", "broadcast", "collective", "figures", "finish",
+    "gathered", "messages", "no_split", "no_stream", "reduced", "running", "scattered_means", "sending",
+    "sends", "sends_parts", "share", "summed", "unsent", "wait_for", "waiting",
 ]  # fmt: skip
 
 Waiting = Callable[[Any], None]
@@ -121,6 +121,12 @@ class Sent:
 
 _in_flight: set[Sent] = set()
 """What has not been waited for to its end."""
+
+
+def finish() -> None:
+    """Waits for all that has been begun."""
+    for one in [*_in_flight]:
+        one.result()
 
 
 def _alias(tensor: Any) -> Any:

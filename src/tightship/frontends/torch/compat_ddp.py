@@ -150,9 +150,15 @@ def let_go_of_buckets(ddp: Any) -> None:
     ddp.register_forward_hook(_ends_backward)
 
 
+def check_no_join(ddp: Any) -> None:
+    """Raises ``Unsupported`` inside of ``Join``."""
+    if ddp._join_config.enable:
+        _no_join()
+
+
 def _no_join(**_: Any) -> None:
     raise Unsupported(
-        "Join around a DistributedDataParallel that tightship.fit has taken over",
+        "Join around a DistributedDataParallel that tightship.fit takes over",
         "a rank without batches would have to send what the plan of the others sends",
         "take as many steps on all ranks: those of the rank with the least batches (n = torch.tensor(len(loader)); "
         "dist.all_reduce(n, op=dist.ReduceOp.MIN); for batch in itertools.islice(loader, n.item())), or deal samples "
@@ -174,8 +180,6 @@ def own_ddp_options(ddp: Any) -> list[str]:
         options.append(f"the communication hook {hook}")
     if ddp.parameters_to_ignore or ddp._delay_all_reduce_params:
         options.append("parameters that it leaves to others")
-    if ddp._join_config.enable:
-        options.append("Join (ranks with fewer batches)")
     if hasattr(ddp, "buffer_hook"):
         options.append("a buffer hook")
     return options

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ from tightship.frontends.torch.capture.expectations import Expectation, Question
 from tightship.frontends.torch.capture.forms import form_of, zeros_like
 from tightship.frontends.torch.capture.known_truths import Reader
 from tightship.frontends.torch.capture.random_state import random_state_before
-from tightship.frontends.torch.capture.readings import READ, Read, Reading, readings_now
+from tightship.frontends.torch.capture.readings import READ, Read, Reading, Together, readings_now
 from tightship.frontends.torch.capture.slices import READS_DATA, Slices, unsupported
 from tightship.frontends.torch.capture.tape import CHECK, Origin, Record, Tape
+from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.program import derive, evaluate, last_uses, refs_in, substitute
 
 __all__ = [
@@ -199,7 +200,7 @@ class Questions:
         try:
             whose = self._tape.storages[self._tape.storage(value)].role
             untouched = bool(whose) and not self._reader.look().touching.get(self._tape.storage(value))
-            ask, asked, calls, _ = self._question(
+            ask, asked, calls, *_ = self._question(
                 [value], lambda parts: parts[0], fn, origin, trained=untouched
             )
         except Unplannable as no:
@@ -241,14 +242,34 @@ class Questions:
     ) -> Sequence[torch.Tensor] | None:
         """What is in values now, by the ops up to here; None where such looks would come to more than ``most`` times
         all ops."""
-        ask, asked, *_ = self._question(list(wanted), tuple, fn, origin, trained=True)
+        readings = readings_now()
+        together = None if readings is None else readings.together
+        sent = together is not None
+        ask, asked, _, _, needed = self._question(list(wanted), tuple, fn, origin, trained=True, sent=sent)
         work, records = self._read_work, len(self._tape.records)
         if work + records > most * max(records, _COUNTER):
             return None
         self._read_work = work + records
-        with compat.without_modes():
+        beside = nullcontext() if together is None else self._beside_others(together, needed, str(origin))
+        with beside, compat.without_modes():
             contents: Sequence[torch.Tensor] = ask({key: self._tape.real[v] for v, key in asked.items()})
         return contents
+
+    def _beside_others(
+        self, together: Together, needed: Sequence[Record], place: str
+    ) -> AbstractContextManager[None]:
+        """What other ranks have to do with what ``needed`` computes."""
+        tape = self._tape
+        written = {s for r in tape.records for s in r.writes}
+        rows = [(r.fn, r.args) for r in needed if isinstance(r.fn, Collective)]
+        sent = [fn.describe(args, self._metadata, len(fn.group(args))) for fn, args in rows]
+        behind = any(isinstance(r.fn, Collective) for r in tape.records)
+        buffers = any(tape.storages[s].role == "buffer" for s in written)
+        return together.computing(place, sent, behind=behind, written=buffers)
+
+    def _metadata(self, argument: Any) -> Any:
+        values = self._tape.values
+        return [(values[v].dtype, values[v].shape) for v in refs_in(argument)] or argument
 
     def _true_now(self, fn: Any, wanted: Sequence[int], origin: Origin, phase: str) -> bool | None:
         """The answer of yes or no in the step that is captured; None where its code does not wait for it."""
@@ -306,7 +327,7 @@ class Questions:
         counters = [self._counters.get(self._state(self._tape.storage(v))) for v in wanted]
         if counters and None not in counters:
             return self._of_counters([c for c in counters if c is not None], fn, wanted, finish, origin)
-        ask, asked, calls, drawn = self._question(wanted, finish, fn, origin)
+        ask, asked, calls, drawn, _ = self._question(wanted, finish, fn, origin)
         with compat.without_modes():
             answer = ask({key: self._tape.real[v] for v, key in asked.items()})
         if asked or drawn:
@@ -324,12 +345,13 @@ class Questions:
         origin: Origin,
         *,
         trained: bool = False,
-    ) -> tuple[Callable[[Tensors], Any], dict[int, tuple[str, Any]], frozenset[int], bool]:
+        sent: bool = False,
+    ) -> tuple[Callable[[Tensors], Any], dict[int, tuple[str, Any]], frozenset[int], bool, list[Record]]:
         """What ``finish`` says of the values ``wanted``, as a function of the caller's tensors; which they are,
-        (role, key) by value; the calls that it follows from; and whether random numbers go into it. ``trained``:
-        also of what follows from parameters."""
+        (role, key) by value; the calls that it follows from; whether random numbers go into it; and the records that
+        it runs. ``trained``: also of what follows from parameters, ``sent``: and from what ranks send."""
         tape = self._tape
-        needed, sources, filled = self._slices.of(wanted, fn, origin, trained=trained)
+        needed, sources, filled = self._slices.of(wanted, fn, origin, trained=trained, sent=sent)
         drawn = any(r.random for r in needed)
         written = {s for r in needed for s in r.writes}
         for v, role, key in sources:
@@ -353,7 +375,7 @@ class Questions:
                     self._counters[self._state(s)] = _Counter(tensor, calls)
                 return finish(found[: len(wanted)])
 
-        return ask, asked, calls, drawn
+        return ask, asked, calls, drawn, needed
 
     def _state(self, storage: int) -> tuple[int, int]:
         """A storage with its contents as they are now."""

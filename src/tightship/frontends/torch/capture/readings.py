@@ -7,18 +7,22 @@ to that op when its code asks, and goes on when the code has run to its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from tightship.errors import Unplannable
+from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.program import Program
 
-__all__ = ["READ", "Read", "Reading", "Readings", "reading", "readings_now", "readings_of"]
+__all__ = [
+    "READ", "Read", "Reading", "Readings", "Together", "looked_behind", "reading", "readings_now",
+    "readings_of",
+]  # fmt: skip
 
 READ = "read"
 """Target of ops that hand what a tensor holds to the code of the step."""
@@ -66,14 +70,24 @@ class Reading:
         return True
 
 
+class Together(Protocol):
+    """Several ranks, whose code looks at what others take part in."""
+
+    def computing(
+        self, place: str, sent: Sequence[str], *, behind: bool, written: bool
+    ) -> AbstractContextManager[None]:
+        """Inside, what is looked at at ``place`` is computed, for which ``sent`` is sent: by all ranks ``behind`` a
+        collective of the code's, or where buffers were ``written``."""
+
+
 class Readings:
     """How often the steps of one training loop take another path by what their code has read; ``refusal`` says where
-    the last one did."""
+    the last one did. ``together``: with whom its ranks look at what others take part in."""
 
     refusal: Unplannable
 
-    def __init__(self) -> None:
-        self._balance = _AT_FIRST
+    def __init__(self, together: Together | None = None) -> None:
+        self.together, self._balance = together, _AT_FIRST
 
     def followed(self) -> None:
         self._balance = min(self._balance + 1, _AT_FIRST)
@@ -110,6 +124,19 @@ def readings_now() -> Readings | None:
 
 def readings_of(program: Program) -> list[Read]:
     return [c.fn for c in program.calls if isinstance(c.fn, Read)]
+
+
+def looked_behind(program: Program) -> dict[int, tuple[bool, bool]]:
+    """By reading: whether the code has called a collective before it, and whether the step has written buffers."""
+    homes = {program.graph.values[s.value].storage for s in program.slots if s.role == "buffer"}
+    behind = written = False
+    found: dict[int, tuple[bool, bool]] = {}
+    for op, call in zip(program.graph.ops, program.calls, strict=True):
+        if isinstance(call.fn, Read):
+            found[call.fn.nth] = behind, written
+        behind = behind or isinstance(call.fn, Collective)
+        written = written or not homes.isdisjoint(op.mutates)
+    return found
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

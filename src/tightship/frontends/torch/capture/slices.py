@@ -15,6 +15,7 @@ from tightship.errors import Unplannable
 from tightship.frontends.torch.capture.forms import zeros_like
 from tightship.frontends.torch.capture.known_truths import Reader, name_of
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape
+from tightship.frontends.torch.collectives import Collective
 from tightship.frontends.torch.program import Ref, substitute
 
 __all__ = ["READS_DATA", "Slices", "unsupported"]
@@ -44,10 +45,11 @@ class Slices:
     reader: Reader
 
     def of(
-        self, wanted: Sequence[int], fn: Any, origin: Origin, *, trained: bool = False
+        self, wanted: Sequence[int], fn: Any, origin: Origin, *, trained: bool = False, sent: bool = False
     ) -> tuple[list[Record], list[tuple[int, str, Any]], list[int]]:
         """The records that compute ``wanted``, the caller's slots they start from, and those slots whose contents
-        they do not read, as all of them are filled before."""
+        they do not read, as all of them are filled before. ``trained``: parameters may be among these slots, and
+        with ``sent`` collectives among the records."""
         tape, touching = self.tape, self.reader.look().touching
         needed_storages: set[int] = set()
         begun: set[int] = set()  # storages that are read as they were before all records
@@ -73,7 +75,8 @@ class Slices:
         while later:
             k = -heapq.heappop(later)
             r = tape.records[k]
-            if r.effect or (r.random and not self._repeatable(r)):
+            effect = r.effect and not (sent and isinstance(r.fn, Collective))
+            if effect or (r.random and not self._repeatable(r)):
                 raise _made_by(r, fn, origin)
             needed.append(k)
             need({tape.storage(v) for v in r.reads} - {self._fills(r)}, k)

@@ -45,8 +45,8 @@ def each(optimizer: Any) -> tuple[Any, ...]:
 
 def as_one(optimizer: Any) -> Any:
     """The optimizer, or the several of a list or tuple as one, without the wrappers that packages put around each.
-    Raises ``BadInput`` for an empty list and what is no optimizer, ``Unsupported`` for a wrapper that scales
-    gradients."""
+    Raises ``BadInput`` for an empty list and what is no optimizer, ``Unsupported`` for groups of another form, and
+    for a wrapper that scales gradients."""
     if not isinstance(optimizer, (list, tuple)):
         return _unwrapped(optimizer)
     optimizer = [_unwrapped(o) for o in optimizer]
@@ -62,6 +62,12 @@ def _unwrapped(optimizer: Any) -> Any:
         kind = type(optimizer).__name__
         fault = f"optimizer of type {kind}; give a torch.optim.Optimizer, several in a list, or None"
         raise BadInput(fault, place="optimizer")
+    if optimizer is not None and not _has_groups(optimizer):
+        raise Unsupported(
+            f"an optimizer of the class {type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            "its param_groups are not dicts with params, as those of torch.optim.Optimizer are",
+            "give fit None for the optimizer, call step.backward(batch), and its own step()",
+        )  # fmt: skip
     package = next((p for p in _WRAPPERS if type(optimizer).__module__.startswith(f"{p}.")), None)
     if package is None:
         return optimizer
@@ -79,6 +85,10 @@ def _unwrapped(optimizer: Any) -> Any:
             "leave them out, and do what they do behind the step",
         )  # fmt: skip
     return optimizer.optimizer
+
+
+def _has_groups(optimizer: Any) -> bool:
+    return all(isinstance(g, Mapping) and "params" in g for g in optimizer.param_groups)
 
 
 _WRAPPERS: Final = {

@@ -1,8 +1,8 @@
 """Undoing what a run of Python code changed, as far as it can be reached from the code.
 
 ``fit`` runs a step's code once before the first step. Counters, schedules, iterators and random generators must then
-be where they were. They are found by what the code can reach: closures, the globals that it names, defaults, bound
-objects, classes, and what those hold.
+be where they were. They are found by what the code can reach: closures, the globals that it names, defaults and
+attributes of functions, bound objects, classes, and what those hold.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Reachable:
             return
         for cell in fn.__closure__ or ():
             self._cell(cell)
-        self._todo += [fn.__defaults__, fn.__kwdefaults__, getattr(fn, "__wrapped__", None)]
+        self._todo += [fn.__defaults__, fn.__kwdefaults__, vars(fn)]
         for name in globals_of(fn.__code__):
             if name in fn.__globals__:
                 self._entry(fn.__globals__, name)
