@@ -20,6 +20,7 @@ from support import plans
 from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import Executor, Fallback
+from tightship.execute.train_variants import end_frames
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.rerun import live_step, python_state, stand_ins
 from tightship.frontends.torch.rerun.outcome import understood
@@ -324,6 +325,14 @@ def run_again_in_a_hook(model, pair):
 
     loss.register_hook(hook)
     return loss
+
+
+def test_the_frames_of_errors_that_are_one_anothers_cause_end():
+    one, other = ValueError(), KeyError()
+    one.__cause__, other.__cause__ = one, one
+    end_frames(one)
+    end_frames(other, kept=True)
+    assert other.__traceback__ is None
 
 
 @pytest.mark.parametrize("loss_fn", [run_again, run_again_in_a_hook])

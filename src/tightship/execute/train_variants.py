@@ -553,7 +553,9 @@ def end_frames(error: BaseException | None, *, kept: bool = False) -> None:
     it has changed is put back: with the error's frames they would be left whenever that goes. ``kept``: the error
     stays, and the step has been put back."""
     with compat.random_states_kept(("cpu",)) if kept else nullcontext():
-        while error is not None:
+        ended = set[int]()
+        while error is not None and id(error) not in ended:  # an error may be its own cause
+            ended.add(id(error))
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = None if kept else error.__traceback__
             error = error.__cause__ or error.__context__

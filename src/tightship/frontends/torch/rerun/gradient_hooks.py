@@ -103,7 +103,9 @@ class _InHook(Inner):
         try:
             out = super().__torch_function__(func, types, args, kwargs)
         except Unsupported as no:
-            raise unplannable if reads else no from no
+            if reads:
+                raise unplannable from no
+            raise
         self.hook.made += [weakref.ref(t) for t in tensors_in(out) if compat.is_fake(t)]
         return out
 
