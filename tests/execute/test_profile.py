@@ -468,7 +468,7 @@ def test_the_seconds_of_a_plan_are_for_measuring_too(cache, tmp_path, monkeypatc
         return left(seconds, took)
 
     monkeypatch.setattr("tightship.execute.profile.profile", measured)
-    monkeypatch.setattr("tightship.api.seconds_left", rest)
+    monkeypatch.setattr("tightship.requests.seconds_left", rest)
     kept = cache and tmp_path
     tightship.plan(torch.nn.Linear(4, 4), torch.randn(2, 4), cache=kept, seconds=3.0)
     (tmp_path / "of_seconds.py").write_text(
