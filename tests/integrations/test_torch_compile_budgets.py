@@ -191,7 +191,7 @@ def test_what_an_error_says_would_do_does_although_others_share_the_budget(make,
 
 
 @pytest.mark.parametrize("make", [deep, Broken])
-@pytest.mark.parametrize("mode", ["exact", "compiled"])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("compiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("budget", [0, 64, 4096, 30_000])
 def test_bytes_that_others_alone_take_are_refused_with_what_would_do(make, mode, budget):
     with pytest.raises(errors.Infeasible) as found:
