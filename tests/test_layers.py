@@ -17,7 +17,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 # In the order data flows; modules of one tuple may import one another.
 LAYERS = (
     ("_core",),
-    ("errors", "units", "options", "cached", "files", "notebook", "process_local"),
+    ("errors", "units", "options", "cached", "files", "notebook", "process_local", "garbage"),
     ("machine",),
     ("graph",),
     ("plan",),

@@ -216,7 +216,7 @@ class Infeasible(TightshipError):
         """The same with other budgets that are enough."""
         return self._with(enough=tuple(enough))
 
-    def of(self, budget: int) -> "Infeasible":
+    def with_budget(self, budget: int) -> "Infeasible":
         """The same of a budget that is no number to plan for: what else it holds takes more than there is."""
         return self if budget == self.budget else self._with(budget=budget)
 

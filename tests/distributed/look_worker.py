@@ -84,12 +84,7 @@ def reduced(m: Any, b: Any, log: list[Any]) -> torch.Tensor:
 
 def alternating(m: Any, b: Any, log: list[Any]) -> torch.Tensor:
     """Each rank takes a path by what it has computed alone, and looks once more behind it."""
-    out = m(b[0])
-    loss = F.mse_loss(out, b[1])
-    log.append(loss.item())
-    if log[-1] > 1.05:
-        loss = loss + 0.1 * out.abs().mean()
-        log.append("above")
+    loss = branched(m, b, log)
     log.append(loss.item())
     return loss
 

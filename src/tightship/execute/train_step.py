@@ -26,7 +26,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.settings import Settings
 from tightship.execute.state_dicts import load, saved
 from tightship.execute.train_update import TrainUpdate
-from tightship.execute.train_variants import callers_level, check_call, end_frames
+from tightship.execute.train_variants import callers_level, check_call
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers
 from tightship.frontends.torch.capture.expectations import OtherAnswer, written_back
 from tightship.frontends.torch.capture.incremental import Ending
@@ -34,6 +34,7 @@ from tightship.frontends.torch.capture.readings import readings_of
 from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import tensors_in
+from tightship.frontends.torch.refusals import end_frames
 from tightship.frontends.torch.structure import (
     Pad,
     flatten,

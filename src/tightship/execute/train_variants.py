@@ -3,9 +3,7 @@ runs that."""
 
 from __future__ import annotations
 
-import gc
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,7 +32,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.replaced import Knows, Replaced, has_own_bytes, own_bytes
 from tightship.execute.replicas import Replicas
 from tightship.execute.settings import Settings
-from tightship.frontends.torch import compat, compat_ddp, compat_distributed
+from tightship.frontends.torch import compat_ddp, compat_distributed
 from tightship.frontends.torch.capture.checks import check_hooks, check_model
 from tightship.frontends.torch.capture.expectations import Guesses, Misled, guessing
 from tightship.frontends.torch.capture.incremental import Ending
@@ -44,6 +42,7 @@ from tightship.frontends.torch.capture.step import capture_update
 from tightship.frontends.torch.fabric import modules_of_fabric, without_backward_checks
 from tightship.frontends.torch.optimizer.updates import SeveralUpdates, Updates, updaters
 from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.refusals import end_frames
 from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
 from tightship.frontends.torch.rerun.python_state import python_state_kept
@@ -58,7 +57,7 @@ from tightship.frontends.torch.structure import (
 from tightship.graph import Graph
 from tightship.plan import Plan
 
-__all__ = ["TrainVariants", "check_call", "end_frames"]
+__all__ = ["TrainVariants", "check_call"]
 
 
 class TrainVariants(PlannedTogether):
@@ -546,20 +545,6 @@ class TrainVariants(PlannedTogether):
     def _captured_update(self, gradients: Mapping[str, torch.Tensor]) -> Program:
         self._bring_back()
         return capture_update(self.model, self._own_updates(), gradients)
-
-
-def end_frames(error: BaseException | None, *, kept: bool = False) -> None:
-    """Code that an error of ours has ended leaves its contexts (``fork_rng()`` in an ``__enter__``) now, before what
-    it has changed is put back: with the error's frames they would be left whenever that goes. ``kept``: the error
-    stays, and the step has been put back."""
-    with compat.random_states_kept(("cpu",)) if kept else nullcontext():
-        ended = set[int]()
-        while error is not None and id(error) not in ended:  # an error may be its own cause
-            ended.add(id(error))
-            traceback.clear_frames(error.__traceback__)
-            error.__traceback__ = None if kept else error.__traceback__
-            error = error.__cause__ or error.__context__
-        gc.collect()  # hooks and what they are registered on hold one another
 
 
 def callers_level() -> int:

@@ -191,7 +191,7 @@ class GraphPlans:
             try:
                 return self.within(graph, 0, held)
             except Infeasible as no:
-                raise no.of(limit) from None
+                raise no.with_budget(limit) from None
         options, notes = self._options(graph)
         arena = self.session.options.arena and held is None
 

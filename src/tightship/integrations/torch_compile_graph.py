@@ -116,7 +116,7 @@ class Compilation:
             run, planned = compile_within(gm, inputs, options, arena, shares)
         except Infeasible as no:
             if not (shares.followed and not later if shares.percent else ahead.others):
-                raise self._advised(no.of(no.budget - shares.missing), later, ahead) from None
+                raise self._advised(no.with_budget(no.budget - shares.missing), later, ahead) from None
             shares = replace(shares, deferred=True)
             run, planned = compile_within(gm, inputs, options, arena, shares)
         session.graphs.append(planned)

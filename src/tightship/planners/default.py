@@ -9,16 +9,15 @@ are searched again under a lower budget, and in some other orders.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from tightship.analysis.moments import peak_of
 from tightship.errors import BadInput
+from tightship.garbage import garbage_waits
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, run
@@ -74,20 +73,7 @@ class Interrupted(KeyboardInterrupt):
         self.plan = plan
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Planning makes many objects, keeps most and makes few cycles: to look for those again and again would take a
-    fourth of the time on large graphs."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_no_collection()
+@garbage_waits()  # planning makes many objects, keeps most and makes few cycles
 def plan(
     graph: Graph,
     budget: Budget | str | int | None = None,

@@ -94,9 +94,8 @@ def _asked(
                     return said
                 fixed |= {n: _zeros(t, s) for n, t, s in shapes[1:] if n not in fixed}
             return _of_session(node, [x for x in shapes if x[0] not in fixed], fixed, opsets)
-        except (
-            Exception
-        ) as error:  # what the runtime does not know stays unknown, and is asked of the user by name
+        except Exception as error:
+            # What the runtime does not know stays unknown, and is asked of the user by name.
             words = " ".join(str(error).split())
             said = words.split(_INVALID)[1].strip() if _INVALID in words else None
     return said

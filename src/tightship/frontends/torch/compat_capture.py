@@ -22,6 +22,7 @@ import torch
 from tightship.errors import Unplannable
 from tightship.frontends.torch.compat import node_name, require_torch
 from tightship.frontends.torch.refusals import told
+from tightship.garbage import garbage_waits
 
 require_torch()
 
@@ -416,50 +417,6 @@ def recomputations_seen(begin: Callable[[], object], end: Callable[[], object]) 
 
     with patched(hook, "__enter__", entered), patched(hook, "__exit__", left):
         yield
-
-
-_waiting = 0
-_waits = threading.Lock()
-
-
-@contextmanager
-def garbage_waits() -> Iterator[None]:
-    """No search for garbage of Python's own accord, on any thread, until the last of these is left: finalizers of
-    objects that others have let go of would run in the middle of what is being traced, and be taken for a part of
-    it."""
-    global _waiting
-    with _waits:
-        held = _waiting > 0 or gc.isenabled()  # who has switched it off keeps it off
-        if held:
-            gc.disable()
-        _waiting += held
-    try:
-        yield
-    finally:
-        with _waits:
-            _waiting -= held
-            if held and _waiting == 0:
-                gc.enable()
-
-
-@contextmanager
-def garbage_apart(begins: Callable[[], Any], ends: Callable[[Any], Any]) -> Iterator[None]:
-    """Around code of the caller's, which may look for garbage itself: ``ends`` gets what ``begins`` has returned."""
-    mine, found = threading.get_ident(), []
-
-    def collecting(phase: str, _: Any) -> None:
-        if threading.get_ident() == mine:
-            if phase == "start":
-                found.append(begins())
-            elif found:
-                ends(found.pop())
-
-    with garbage_waits():
-        gc.callbacks.append(collecting)
-        try:
-            yield
-        finally:
-            gc.callbacks.remove(collecting)
 
 
 @contextmanager

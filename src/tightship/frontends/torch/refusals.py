@@ -3,14 +3,17 @@ must not catch that: it would go on as eager never does, and other numbers would
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TypeVar
 
 from tightship.errors import TightshipError
+from tightship.frontends.torch import compat
 
-__all__ = ["heeded", "told"]
+__all__ = ["end_frames", "heeded", "told"]
 
 Refusal = TypeVar("Refusal", bound=TightshipError)
 
@@ -40,3 +43,17 @@ def heeded() -> Iterator[None]:
         _told.reset(before)
     if found:
         raise found[0]
+
+
+def end_frames(error: BaseException | None, *, kept: bool = False) -> None:
+    """Code that an error of ours has ended leaves its contexts (``fork_rng()`` in an ``__enter__``) now, before what
+    it has changed is put back: with the error's frames they would be left whenever that goes. ``kept``: the error
+    stays, and the step has been put back."""
+    with compat.random_states_kept(("cpu",)) if kept else nullcontext():
+        ended = set[int]()
+        while error is not None and id(error) not in ended:  # an error may be its own cause
+            ended.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None if kept else error.__traceback__
+            error = error.__cause__ or error.__context__
+        gc.collect()  # hooks and what they are registered on hold one another

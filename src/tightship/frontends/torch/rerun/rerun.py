@@ -54,6 +54,7 @@ from tightship.frontends.torch.rerun.function_trace import (
 )
 from tightship.frontends.torch.rerun.outcome import function_key, inner_key
 from tightship.frontends.torch.rerun.watched import Watched
+from tightship.garbage import garbage_apart
 
 __all__ = ["Rerun"]
 
@@ -107,7 +108,7 @@ class Rerun(TorchFunctionMode):
         grad = torch.is_grad_enabled()
         try:
             whole = compat_packed.lists_asked_for_whole(self._may_look)
-            garbage = compat_capture.garbage_apart(partial(self._step_aside, True), self._step_aside)
+            garbage = garbage_apart(partial(self._step_aside, True), self._step_aside)
             with heeded(), garbage, compat_calls.calls_seen(self.special), whole, self:
                 return code(batch)
         except BaseException:
