@@ -481,7 +481,7 @@ class Ledger:
         rows, shift = self.beside(place), limit - no.budget
         said = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows)
         whose = "the budget" if self.step is None else "the whole step's budget"
-        text = f"of {whose} of {format_bytes(limit)} the graph has what is left: {said}"
+        text = f"of {whose} of {format_bytes(limit)} the graph has what others leave: {said}"
         others = shift - sum(size for _, size in rows)
         no = no.beside(shift, [*rows, ("what else shares the budget", others)])
         return no.with_advice((*no.advice, text)) if rows else no
