@@ -102,6 +102,39 @@ def test_gradients_that_nobody_announced_are_part_of_the_measured_plan():
     assert step.measured == step.planned
 
 
+@needs_allocator
+@pytest.mark.parametrize("given", [False, True], ids=["graphs alone", "whole step"])
+@pytest.mark.parametrize("mode", ["exact", "compiled"])
+def test_a_step_that_is_compiled_whole_counts_gradients_and_state_once(mode, given):
+    """A function with the backward pass and the optimizer's step in it: Dynamo makes a graph of the latter, too,
+    which is given gradients, and has parameters and state as attributes."""
+    model, other = Net().eval(), Net().eval()  # without dropout, for which Inductor draws other numbers
+    optimizer, plain = adamw(model.parameters()), adamw(other.parameters())
+
+    def train(x, y):
+        loss = model(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    more = {"optimizer": optimizer} if given else {}
+    call = compiled(train, budget="75%", mode=mode, eager_fallback=True, **more)
+    with pytest.warns(Fallback, match="Dynamo breaks the graph there"):
+        call(*batches(256, 1, 0)[0])
+    run_step(other, other, plain, 256, 0)
+    for seed in (1, 2):
+        x, y = batches(256, 1, seed)[0]
+        with measured_step(call) as step:
+            call(x, y)
+        run_step(other, other, plain, 256, seed)
+    assert step.measured == step.planned <= compiled_session(call).ledger.limit
+    assert all(
+        torch.allclose(a, b, atol=1e-3) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+
 # --- what the optimizer takes ---
 
 

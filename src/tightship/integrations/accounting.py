@@ -128,6 +128,10 @@ class Ledger:
         """Bytes of ``storages`` that nobody has counted."""
         return sum(n for key, n in storages.items() if key not in self._storages)
 
+    def state(self) -> frozenset[int]:
+        """The identities of what there is of the optimizer's state, which is counted whole."""
+        return frozenset() if self.step is None else self.step.state_storages()
+
     def begin(
         self,
         entry: Entry,

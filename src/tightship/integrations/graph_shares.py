@@ -24,7 +24,8 @@ class Shares:
     in all; ``last``: no other graph follows; ``ahead``: calls of it that do; ``passed_on``: bytes of its gradients
     that an earlier graph's backward pass begins with; ``deferred``: a percentage of the graphs so far, or half
     of what is left in bytes, is too little for it: whether all meet the budget is known when the others are;
-    ``inner``: code calls it that was to be compiled, too; ``missing``: bytes that others take beyond the budget."""
+    ``inner``: code calls it that was to be compiled, too; ``stepped``: bytes of gradients among its inputs, which are
+    there while it runs and not all along; ``missing``: bytes that others take beyond the budget."""
 
     ledger: Ledger
     place: Place
@@ -34,6 +35,7 @@ class Shares:
     passed_on: int = 0
     deferred: bool = False
     inner: bool = False
+    stepped: int = 0
     entry: Entry | None = None
     static: int = 0
     missing: int = 0
@@ -66,8 +68,9 @@ class Shares:
         later = not self.ledger.binding(training=False) or (self.deferred and self.percent)
         if later and self.ledger.budget is not None:
             return None
-        free = self.ledger.available(self.place, self.static, need, training=False)
-        return None if free is None else self._left(static + free)
+        beside = self._beside_inputs()
+        free = self.ledger.available(self.place, self.static, need + beside, training=False)
+        return None if free is None else self._left(static + free - beside)
 
     def training_limit(self, u: Unplanned) -> tuple[int | None, int | None]:
         """The most bytes for a graph that takes ``u`` as Inductor has it; and, where calls of it are ahead, how many
@@ -88,6 +91,10 @@ class Shares:
         most, rest = self.ahead.part(room, need, rest, gradients)
         return u.static + most, None if self.ahead.elsewhere else rest
 
+    def _beside_inputs(self) -> int:
+        """Bytes of gradients among the inputs that nobody has counted as there all along."""
+        return 0 if self.ledger.accumulate else self.stepped
+
     def _left(self, room: int) -> int:
         """What there is, nothing where others take more than the budget."""
         self.missing = max(-room, 0)
@@ -107,16 +114,16 @@ class Shares:
 
     def enter(self, replay: StepReplay, unplanned: StepReplay | Unplanned) -> None:
         """Takes note of what the graph takes. Raises ``Infeasible`` where other graphs are left too little."""
-        training = len(replay.peaks) > 1
+        training, beside = len(replay.peaks) > 1, self._beside_inputs()
         self.entry = Entry(
             static=self.static,
-            dynamic=max(replay.peaks) - replay.static,
+            dynamic=max(replay.peaks) - replay.static + beside,
             rest=replay.rest if training else 0,
             gradients=self._stay(replay.handed[-1]) if training else 0,
-            unplanned=max(unplanned.peaks) - unplanned.static,
+            unplanned=max(unplanned.peaks) - unplanned.static + beside,
             unplanned_rest=unplanned.rest if training else 0,
             results=replay.handed[0] if self.last else 0,
-            forward=replay.peaks[0] - replay.static,
+            forward=replay.peaks[0] - replay.static + beside,
             beside=self.ledger.beside_earlier(self.place, training),
             place=self.place,
             handed=replay.handed[0],

@@ -47,7 +47,14 @@ class StepMemory:
 
     def existing_state(self) -> int:
         """Bytes of the state that is there now."""
-        return sum(_bytes(t) for o in self.optimizers for s in o.state.values() for t in _tensors(s))
+        return sum(map(_bytes, self._state()))
+
+    def state_storages(self) -> frozenset[int]:
+        """The identities of the storages of the state that is there now."""
+        return frozenset(map(compat.storage_key, self._state()))
+
+    def _state(self) -> Iterator[torch.Tensor]:
+        return (t for o in self.optimizers for s in o.state.values() for t in _tensors(s))
 
 
 def measure_optimizers(given: Any) -> StepMemory:

@@ -249,6 +249,8 @@ class Session(NotCopied):
                 if compiled is not None:
                     return compiled
             graph = Compilation(self, gm)
+            if graph.stepped:
+                return self._stepping(gm, graph.name)
             compiled = graph.run(gm, inputs, symbolic)
             if failed is not None:
                 text = f"graph {graph.name} is not compiled and runs op by op, within the budget"
@@ -353,10 +355,18 @@ class Session(NotCopied):
             self.notes.append(text)
             warnings.warn(text, Fallback, stacklevel=3)
 
+    def _stepping(self, gm: Any, name: str) -> Callable[..., Any]:
+        """A graph that takes gradients of parameters, as eager runs it: captured, what it updates would be copied."""
+        text = f"graph {name} is given gradients: it runs as in eager, as a part of the optimizer's step"
+        self.notes += [] if text in self.notes else [text]
+        return self._as_it_is(gm)
+
     def _eager(self, gm: Any, error: Exception) -> Callable[..., Any]:
         _, name = compat_dynamo.frame()
         self.say(f"graph {name} runs in eager, without a plan and outside the budget: {_why(error)}")
+        return self._as_it_is(gm)
 
+    def _as_it_is(self, gm: Any) -> Callable[..., Any]:
         def eager(
             *args: Any, _session: Session = self
         ) -> Any:  # notes live as long as the code they are about

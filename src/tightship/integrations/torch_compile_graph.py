@@ -24,6 +24,7 @@ from tightship.frontends.torch import (
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, origin_of, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph
+from tightship.integrations.accounting import Ledger
 from tightship.integrations.graph_entries import Ahead, Entry
 from tightship.integrations.graph_plans import GraphPlans, Owner, Whole
 from tightship.integrations.graph_shares import Shares
@@ -81,6 +82,9 @@ class Compilation:
         self.graph_break = compat_dynamo.graph_break(gm)
         self.followed = self.graph_break is not None or compat_dynamo.inner()  # as far as is known
         self.placeholders = gm.graph.find_nodes(op="placeholder")
+        examples = [compat_dynamo.example_of(n) for n in self.placeholders if compat_dynamo.is_gradient(n)]
+        self.stepped = compat_distributed.storage_sizes(examples)  # gradients among its inputs
+        self.attributes = compat_distributed.storage_sizes(compat_dynamo.attributes_of(gm))
         self.planned: PlannedGraph | None = None
         self.entry: Entry | None = None
         self.first: _First | None = None  # where it is to be planned again
@@ -106,9 +110,11 @@ class Compilation:
             )
         ahead = self._ahead()
         options = replace(self.options, arena=self.options.arena and not ahead.count)
+        # Without optimizer= a budget counts no step of one, compiled or not.
+        ledger = Ledger(None) if self.stepped and session.ledger.step is None else session.ledger
         shares = Shares(
-            session.ledger, self.place, self._storages_in, last, ahead, self._passed_on(),
-            inner=compat_dynamo.inner(),
+            ledger, self.place, self._storages_in, last, ahead, self._passed_on(),
+            inner=compat_dynamo.inner(), stepped=sum(self.stepped.values()),
         )  # fmt: skip
         arena = session.arenas.setdefault(self.frame, FrameArena())
         later = session.ledger.resolved_before(self.place, training=True)
@@ -229,10 +235,14 @@ class Compilation:
         return self._storages_in(graph.static_bytes)
 
     def _storages_in(self, static: int) -> dict[int, int]:
-        """Identity and bytes of the caller's tensors, without those that an earlier graph made and counts;
-        what is not known counts as itself. ``static``: bytes of all inputs."""
+        """Identity and bytes of the caller's tensors, without those that count otherwise: what an earlier graph made
+        and counts, the optimizer's state, and gradients in its step; what is not known counts as itself.
+        ``static``: bytes of all inputs."""
         given = compat_distributed.storage_sizes(map(compat_dynamo.example_of, self.placeholders))
+        given = {**self.attributes, **given}
+        state = self.session.ledger.state()
         handed = {key for key in given if any(p.handed_out(key) for p in self.session.graphs)}
+        handed |= {key for key in given if key in state or key in self.stepped}
         storages = {key: size for key, size in given.items() if key not in handed}
         counted = sum(given[key] for key in handed)
         rest = static - sum(storages.values()) - counted

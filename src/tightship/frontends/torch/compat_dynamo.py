@@ -4,6 +4,7 @@ module or function.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -354,6 +355,21 @@ def trained_parameters(gm: GraphModule) -> list[torch.Tensor]:
         for t in found
         if isinstance(t, torch.nn.Parameter) and t.requires_grad and not is_distributed(type(t.data))
     ]
+
+
+def attributes_of(gm: GraphModule) -> list[torch.Tensor]:
+    """The caller's tensors that a graph reads without being given them: parameters and state of an optimizer whose
+    step is compiled."""
+    names = {str(n.target) for n in gm.graph.find_nodes(op="get_attr")}
+    found = [
+        functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), gm) for name in names
+    ]
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+def is_gradient(node: Node) -> bool:
+    """Whether a Dynamo placeholder stands for what a tensor has in ``grad``."""
+    return source_name(node).endswith(".grad")
 
 
 @contextmanager
