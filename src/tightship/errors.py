@@ -220,6 +220,10 @@ class Infeasible(TightshipError):
         """The same of a budget that is no number to plan for: what else it holds takes more than there is."""
         return self if budget == self.budget else self._with(budget=budget)
 
+    def needing(self, more: int) -> "Infeasible":
+        """The same where so many bytes more than the budget are needed, for others like it, too."""
+        return self._with(best_peak=self.budget + more, placed=None)
+
     def beside(self, nbytes: int, rows: Sequence[tuple[str, int]] = ()) -> "Infeasible":
         """The same of a budget that holds ``nbytes`` beside what was planned; ``rows``: what these are."""
         if not nbytes:

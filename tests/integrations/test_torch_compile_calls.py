@@ -368,3 +368,29 @@ def test_what_an_earlier_step_saved_is_said_to_be_there(kept):
     del refused
     gc.collect()
     forward().backward()
+
+
+def discriminator(**options):
+    """A discriminator that its loss calls with real and with made samples, as GANs do; returns the two losses."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [m for k in range(5) for m in (nn.Linear(16 if k == 0 else 64, 64), nn.LeakyReLU(0.2))]
+    model = nn.Sequential(*layers, nn.Linear(64, 1))
+    call = torch.compile(model, backend="tightship", options={"seconds": 1, "calls": 2, **options})
+    real, made = (torch.randn(256, 16, generator=torch.Generator().manual_seed(k)) for k in (1, 2))
+    losses = []
+    for _ in range(2):
+        loss = nn.functional.softplus(-call(real)).mean() + nn.functional.softplus(call(made)).mean()
+        loss.backward()
+        losses.append(loss.item())
+        model.zero_grad()
+        del loss
+    return losses
+
+
+@pytest.mark.parametrize("mode", ["exact", "compiled"])
+def test_what_two_calls_are_said_to_need_is_enough_for_both(mode):
+    expected = discriminator(mode=mode)
+    with pytest.raises(Infeasible) as no:
+        discriminator(mode=mode, budget=250_000)
+    assert discriminator(mode=mode, budget=no.value.best_peak) == pytest.approx(expected, abs=1e-5)

@@ -64,6 +64,10 @@ def sparse():
     return nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)), torch.arange(12).view(3, 4)
 
 
+def sparse_bag():
+    return nn.Sequential(nn.EmbeddingBag(50, 8, sparse=True), nn.Linear(8, 4)), torch.arange(12).view(3, 4)
+
+
 def branching():
     class Net(nn.Module):
         def forward(self, x):
@@ -72,7 +76,7 @@ def branching():
     return Net(), batch()
 
 
-@pytest.mark.parametrize("make", [sparse, branching])
+@pytest.mark.parametrize("make", [sparse, sparse_bag, branching])
 def test_what_cannot_be_planned_runs_in_eager_with_a_warning_or_not_at_all(make):
     model, x = make()
     with warnings.catch_warnings(record=True) as found:
@@ -82,6 +86,7 @@ def test_what_cannot_be_planned_runs_in_eager_with_a_warning_or_not_at_all(make)
         call(x)
     (warning,) = [w for w in found if w.category is Fallback]
     assert "runs in eager, without a plan and outside the budget: " in str(warning.message)
+    assert "object has no attribute" not in str(warning.message)
     assert str(warning.message) in compiled_notes(call)
     torch._dynamo.reset()
     with pytest.raises(errors.Unsupported):

@@ -121,7 +121,8 @@ def test_blocks_that_a_loop_in_eager_calls_share_the_budget(mode):
         for same, limit, memory, _ in steps(budget, Looped, mode=mode)[1:]:
             assert same
             assert memory.planned <= limit
-            assert memory.measured <= memory.planned + 2 * 256 * 16 * 4  # the loss is the caller's own code
+            # The loss is the caller's own code; what one block hands to the next counts once.
+            assert abs(memory.measured - memory.planned) <= 2 * 256 * 16 * 4
 
 
 def test_bytes_are_met_that_one_graph_alone_would_take():

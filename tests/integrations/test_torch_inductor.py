@@ -1360,7 +1360,9 @@ def planned_lines(model, x, share, *, lean=False):
     found = []
 
     def partition(joint, inputs, outputs, static, lower):
-        shares = graph_shares.Shares(torch_inductor.Ledger(None), (0, 0), lambda _: {}, last=True)
+        shares = graph_shares.Shares(
+            torch_inductor.Ledger(None), (0, 0), lambda _: {}, lambda _: {}, last=True
+        )
         options = torch_inductor.CompileOptions(cache=None)
         owner = torch_inductor._Compilation(gm_of[0], options, torch_inductor.FrameArena(), shares, "")
         search = torch_inductor_search.Search(owner, joint, inputs, outputs, static, lower)

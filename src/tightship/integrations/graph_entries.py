@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -59,14 +60,25 @@ class Ahead:
     others: bool = False
     beside: int = 0
 
-    def part(self, room: int, need: int, rest: int, gradients: int) -> tuple[int, int]:
-        """Of ``room`` bytes for a graph and those ahead: the most for one of them, which needs ``need`` if it keeps
-        everything, and how many of ``rest`` may stay between its passes. While the last of them runs, the others are
-        between theirs; while the first does, the others have handed out their ``gradients``."""
+    def parts(self, room: int, need: int, rest: int, gradients: int) -> list[tuple[int, int]]:
+        """Of ``room`` bytes for a graph and those ahead, in the order to try: the most for one of them, which needs
+        ``need`` if it keeps everything, and how many of ``rest`` may stay between its passes. While the last of them
+        runs, the others are between theirs; while the first does, the others have handed out their ``gradients``.
+        At first both are the same part of what they would be; then one may have more, and the others keep less."""
         if self.elsewhere:  # while one in between runs, some have done the one, and some the other
-            return max(room - self.count * max(rest, gradients), 0), rest
-        most = max(min(need, room - self.count * gradients), 0)
-        return most, min(max(room - most, 0) // max(self.count, 1), rest)
+            return [(max(room - self.count * max(rest, gradients), 0), rest)]
+        whole = need + self.count * rest
+        found: dict[tuple[int, int], None] = {}
+        for share in (min(1.0, max(room, 0) / max(whole, 1)), 1.0, 0.875, 0.75):
+            most = max(min(math.ceil(need * share), room - self.count * gradients), 0)
+            found[most, min(max(room - most, 0) // max(self.count, 1), rest)] = None
+        return list(found)
+
+    def more(self, missing: int, need: int, rest: int) -> int:
+        """The bytes that all need more where both parts of one are ``missing`` so many."""
+        if self.elsewhere or not rest:
+            return missing
+        return math.ceil(missing * (need + self.count * rest) / rest)
 
 
 @dataclass(frozen=True, slots=True)

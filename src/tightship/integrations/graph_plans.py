@@ -83,13 +83,13 @@ class GraphPlans:
         """One plan for this call and those ``ahead``, which have ``room`` bytes beyond their inputs together; where
         other graphs follow that nobody knows, half of that if it will do.
 
-        The last of them may have what a call needs that keeps everything, or less, so that the others may keep more.
+        The room is divided as `Ahead.parts` says.
         Where nothing is found the plan keeps as little as it can, and what is said is said of what is called.
         """
         static = graph.static_bytes
         gradients = 0 if self.session.ledger.accumulate else whole.parameters
         if ahead.elsewhere:
-            most, _ = ahead.part(room, whole.need, whole.rest, gradients)
+            most, _ = ahead.parts(room, whole.need, whole.rest, gradients)[0]
             return self.within(graph, static + most)
         budget = self.session.ledger.budget
         others = (
@@ -97,13 +97,12 @@ class GraphPlans:
         )  # nobody knows what they need
         tried = []
         for most in (room // 2, room) if others else (room,):
-            for part in (1.0, 0.875, 0.75):
-                peak, rest = ahead.part(most, int(whole.need * part), whole.rest, gradients)
+            for peak, rest in ahead.parts(most, whole.need, whole.rest, gradients):
                 try:
                     return self.within(graph, static + peak, _Held(whole.boundary, rest))
                 except Infeasible as no:
                     tried.append((most, rest + no.best_peak - static - peak, peak))
-        rest, peak = next((r, p) for most, r, p in tried if most == room)
+        peak, rest = max((p, r) for most, r, p in tried if most == room)
         try:
             return self.within(graph, static + peak, _Held(whole.boundary, rest))
         except Infeasible:

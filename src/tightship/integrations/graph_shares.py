@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from tightship.errors import Infeasible
 from tightship.execute.cache import Unplanned
 from tightship.execute.compiled import StepReplay
-from tightship.frontends.torch import compat, compat_capture, compat_distributed
+from tightship.frontends.torch import compat, compat_capture
 from tightship.integrations.accounting import Ledger
 from tightship.integrations.graph_entries import Ahead, Entry, Place
 
@@ -20,25 +21,30 @@ __all__ = ["Shares"]
 
 @dataclass
 class Shares:
-    """A graph's part of the budget. ``storages``: the identities and bytes of the caller's tensors, of so many bytes
-    in all; ``last``: no other graph follows; ``ahead``: calls of it that do; ``passed_on``: bytes of its gradients
-    that an earlier graph's backward pass begins with; ``deferred``: a percentage of the graphs so far, or half
-    of what is left in bytes, is too little for it: whether all meet the budget is known when the others are;
-    ``inner``: code calls it that was to be compiled, too; ``stepped``: bytes of gradients among its inputs, which are
-    there while it runs and not all along; ``missing``: bytes that others take beyond the budget."""
+    """A graph's part of the budget. ``storages``: the identities and bytes of the caller's tensors, of so many
+    bytes in all; ``given``: the same of arguments; ``last``: no other graph follows; ``ahead``: calls of it that
+    do; ``passed_on``: bytes of its gradients that an earlier graph's backward pass begins with; ``deferred``: a
+    percentage of the graphs so far, or half of what is left in bytes, is too little for it: whether all meet the
+    budget is known when the others are; ``inner``: code calls it that was to be compiled, too; ``stepped``: bytes
+    of gradients among its inputs, which are there while it runs and not all along; ``attempt``: which division of
+    the bytes for calls ahead is tried; ``missing``: bytes that others take beyond the budget."""
 
     ledger: Ledger
     place: Place
     storages: Callable[[int], Mapping[int, int]]
+    given: Callable[[Sequence[Any]], Mapping[int, int]]
     last: bool
     ahead: Ahead = Ahead()  # noqa: RUF009
     passed_on: int = 0
     deferred: bool = False
     inner: bool = False
     stepped: int = 0
+    attempt: int = 0
+    divisions: int = 1
     entry: Entry | None = None
     static: int = 0
     missing: int = 0
+    _unplanned: tuple[int, int] = (0, 0)
 
     def describe(self) -> object:
         """What limits depend on besides this graph, in short: kept code of another one is found out by its limit."""
@@ -50,6 +56,7 @@ class Shares:
             self.ahead,
             self.deferred,
             self.inner,
+            self.attempt,
         )
 
     @property
@@ -88,8 +95,16 @@ class Shares:
             room //= 2  # others follow, and nobody knows what they need
         if room is None or not self.ahead.count:
             return None if room is None else self._left(u.static + room), self._most_kept(u)
-        most, rest = self.ahead.part(room, need, rest, gradients)
+        parts = self.ahead.parts(room, need, rest, gradients)
+        self.divisions, self._unplanned = len(parts), (need, rest)
+        most, rest = parts[min(self.attempt, len(parts) - 1)]
         return u.static + most, None if self.ahead.elsewhere else rest
+
+    def of_all_calls(self, no: Infeasible) -> Infeasible:
+        """``no``, which is about one call, with what all need who share its bytes."""
+        if not self.ahead.count or no.at:  # or it is about all of them already
+            return no
+        return no.needing(self.ahead.more(no.best_peak - no.budget, *self._unplanned))
 
     def _beside_inputs(self) -> int:
         """Bytes of gradients among the inputs that nobody has counted as there all along."""
@@ -143,9 +158,7 @@ class Shares:
         """The forward pass (or the only one) begins, with ``args``."""
         assert self.entry is not None
         elsewhere = compat_capture.saving_hooks()
-        return self.ledger.begin(
-            self.entry, lambda: compat_distributed.storage_sizes(args), elsewhere=elsewhere
-        )
+        return self.ledger.begin(self.entry, lambda: self.given(args), elsewhere=elsewhere)
 
     def keeps(self, place: Place, handed: Sequence[Any], saved: Sequence[Any]) -> None:
         """The forward pass is over, which has ``handed`` out these tensors and ``saved`` those."""

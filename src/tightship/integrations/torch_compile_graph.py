@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,10 @@ from tightship.integrations.accounting import Ledger
 from tightship.integrations.graph_entries import Ahead, Entry
 from tightship.integrations.graph_plans import GraphPlans, Owner, Whole
 from tightship.integrations.graph_shares import Shares
-from tightship.integrations.torch_inductor import compile_within
+from tightship.integrations.torch_inductor import CompiledGraph, compile_within
 from tightship.integrations.torch_partition import (
     NOT_HELD,
+    CompileOptions,
     Cut,
     FrameArena,
     PlannedGraph,
@@ -41,6 +42,10 @@ from tightship.simulate import baseline, replay
 from tightship.units import format_bytes
 
 __all__ = ["CASTS", "Compilation"]
+
+
+_DIVISIONS = 2
+"""How many divisions of the bytes for several calls are tried in compiled mode, where each is a search."""
 
 
 _RESOLVED = (
@@ -113,13 +118,13 @@ class Compilation:
         # Without optimizer= a budget counts no step of one, compiled or not.
         ledger = Ledger(None) if self.stepped and session.ledger.step is None else session.ledger
         shares = Shares(
-            ledger, self.place, self._storages_in, last, ahead, self._passed_on(),
+            ledger, self.place, self._storages_in, self._given, last, ahead, self._passed_on(),
             inner=compat_dynamo.inner(), stepped=sum(self.stepped.values()),
         )  # fmt: skip
         arena = session.arenas.setdefault(self.frame, FrameArena())
         later = session.ledger.resolved_before(self.place, training=True)
         try:
-            run, planned = compile_within(gm, inputs, options, arena, shares)
+            run, planned = self._divided(gm, inputs, options, arena, shares)
         except Infeasible as no:
             if not (shares.followed and not later if shares.percent else ahead.others):
                 raise self._advised(no.with_budget(no.budget - shares.missing), later, ahead) from None
@@ -137,6 +142,20 @@ class Compilation:
             return run(*args)
 
         return call
+
+    def _divided(
+        self, gm: Any, inputs: Sequence[Any], options: CompileOptions, arena: FrameArena, shares: Shares
+    ) -> tuple[Callable[..., Any], CompiledGraph]:
+        """What is compiled in one of the first divisions of the bytes for it and the calls ahead."""
+        tried: list[Infeasible] = []
+        for shares.attempt in range(_DIVISIONS):
+            try:
+                return compile_within(gm, inputs, options, arena, shares)
+            except Infeasible as no:
+                tried.append(shares.of_all_calls(no))
+            if len(tried) >= shares.divisions:
+                break
+        raise min(tried, key=lambda no: no.best_peak)
 
     def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
         self.tangents = compat_compile.tangent_strides(gm)
@@ -223,26 +242,29 @@ class Compilation:
         return rows
 
     def _given(self, args: Sequence[Any]) -> dict[int, int]:
-        """Identity and bytes of what the graph is called with, but for what graphs have handed out."""
-        graphs = self.session.graphs
+        """Identity and bytes of what the graph is called with, but for what counts otherwise."""
+        given = compat_distributed.storage_sizes(args)
+        otherwise = self._counted(given)
+        return {key: size for key, size in given.items() if key not in otherwise}
+
+    def _counted(self, given: Iterable[int]) -> set[int]:
+        """Of these storages, those that count otherwise than as inputs: what an earlier graph made and counts, the
+        optimizer's state, and gradients in its step."""
+        state, graphs = self.session.ledger.state(), self.session.graphs
         return {
-            key: size
-            for key, size in compat_distributed.storage_sizes(args).items()
-            if not any(p.handed_out(key) for p in graphs)
-        }
+            key for key in given
+            if key in state or key in self.stepped or any(p.handed_out(key) for p in graphs)
+        }  # fmt: skip
 
     def _storages(self, graph: Graph) -> dict[int, int]:
         return self._storages_in(graph.static_bytes)
 
     def _storages_in(self, static: int) -> dict[int, int]:
-        """Identity and bytes of the caller's tensors, without those that count otherwise: what an earlier graph made
-        and counts, the optimizer's state, and gradients in its step; what is not known counts as itself.
-        ``static``: bytes of all inputs."""
+        """Identity and bytes of the caller's tensors, but for what counts otherwise; what is not known counts as
+        itself. ``static``: bytes of all inputs."""
         given = compat_distributed.storage_sizes(map(compat_dynamo.example_of, self.placeholders))
         given = {**self.attributes, **given}
-        state = self.session.ledger.state()
-        handed = {key for key in given if any(p.handed_out(key) for p in self.session.graphs)}
-        handed |= {key for key in given if key in state or key in self.stepped}
+        handed = self._counted(given)
         storages = {key: size for key, size in given.items() if key not in handed}
         counted = sum(given[key] for key in handed)
         rest = static - sum(storages.values()) - counted

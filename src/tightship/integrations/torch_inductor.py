@@ -185,7 +185,7 @@ def compile_within(
 def stock_peaks(gm: GraphModule, inputs: Sequence[Any], shares: Sequence[float]) -> list[int]:
     """The peaks of what Inductor makes of a Dynamo graph at these values of ``activation_memory_budget``, replayed:
     nothing is compiled. Raises ``Unsupported``, for a graph without a backward pass, too."""
-    ledger = Shares(Ledger(None), (0, 0), lambda _: {}, last=True)
+    ledger = Shares(Ledger(None), (0, 0), lambda _: {}, lambda _: {}, last=True)
     compilation = _Compilation(gm, CompileOptions(cache=None), FrameArena(), ledger, "")
     found: list[int] = []
 

@@ -88,11 +88,10 @@ class _Place:
     def __init__(self) -> None:
         self.origin = Origin()
 
-    def forward(self) -> Origin:
+    def here(self) -> Origin:
         return self.origin
 
-    def backward(self) -> Origin:
-        return self.origin
+    forward = backward = here
 
 
 @dataclass
