@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from tightship.errors import PeerFailed
 from tightship.execute.connections import Connection, connections, shut
-from tightship.execute.standstill import STEPS, Standing, place_of, standing
+from tightship.execute.standstill import STEPS, Standing, call_in, place_of, standing
 from tightship.frontends.torch import compat_distributed
 
 __all__ = ["Deadlock"]
@@ -95,13 +95,15 @@ class Deadlock:
 
     def _look(self) -> None:
         """Ends with the store or the process group, or when told."""
-        seen, looks, sure, asked = None, 0, 0, 0
+        seen, stood, looks, sure, asked = None, None, 0, 0, 0
         with suppress(RuntimeError):
             while not self._stopped.wait(_POLL) and compat_distributed.world_size() > 1:
-                now = self._stands()
-                if now is None or now != seen:
-                    seen, looks, sure = now, 0, 0
+                call = call_in(self._followed)
+                now = self._stands() if call is not None and call == seen else None
+                if now is None or (now != stood and stood is not None):
+                    seen, stood, looks, sure = call, None, 0, 0
                     continue
+                stood = now
                 looks += 1
                 if looks < _STANDS:
                     continue

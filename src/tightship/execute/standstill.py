@@ -21,7 +21,7 @@ from tightship.execute.roll_call import RollCall
 from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.collectives import Sent
 
-__all__ = ["GATHER", "STEPS", "Lookout", "Standing", "place_of", "standing"]
+__all__ = ["GATHER", "STEPS", "Lookout", "Standing", "call_in", "place_of", "standing"]
 
 GATHER: Final = "a gather of parameters outside of a step"
 """What a rank waits in that evaluates parameters in parts."""
@@ -188,6 +188,16 @@ def standing(thread: int, meeting: int) -> Standing | None:
     return Standing(call, _place(frame), name, begun, group is not None, inner, size, makes)
 
 
+def call_in(thread: int) -> Any:
+    """Which call of a collective a thread is in; None where it is in none. Nothing is asked that frames have: who
+    looks at a frame's variables has it keep them to its end."""
+    frame: Any = sys._current_frames().get(thread)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        frame = frame.f_back
+    there = frame is not None and frame.f_globals.get("__name__") == _COLLECTIVES
+    return (id(frame), frame.f_lasti) if there else None
+
+
 def place_of(thread: int) -> str:
     """Where a thread is in the caller's own code; empty where it is not there."""
     frame: Any = sys._current_frames().get(thread)
@@ -210,6 +220,8 @@ STEPS: Final = "all ranks take as many steps (drop_last=True, or the least numbe
 _GROUPS: Final = "all ranks make the same groups, between the same steps"
 _FIT: Final = "tightship.fit"
 """In the place of a group's name."""
+_PACKAGE: Final = f"{__package__.partition('.')[0]}."
+_COLLECTIVES: Final = "torch.distributed.distributed_c10d"
 _RANKS: Final = f"{__package__}.ranks"
 _MEETING: Final = f"{__package__}.meeting"
 _LIBRARIES: Final = ("torch", "tightship", "typing_extensions", "contextlib", "functools")
