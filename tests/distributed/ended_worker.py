@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,10 @@ class Untraceable(Net):
 def nothing() -> None: ...
 
 
+def raises() -> None:
+    raise ValueError("injected")
+
+
 def trained(model: Any, how: str, fullgraph: bool) -> tuple[Any, Any]:
     torch._dynamo.config.optimize_ddp = False
     options = {"budget": "1GiB", "cache": None}
@@ -121,6 +126,47 @@ def ends(how: str, where: str, fault: str, rank: int = 1, visit: int = 3) -> Any
         return steps(*kept, {where: ended})
     row = {"error": caught(lambda: steps(*kept, {}))}
     return row | {"later": caught(lambda: steps(*kept, {}))}
+
+
+def waits_elsewhere(how: str, where: str) -> Any:
+    """Rank 1 leaves its loop, and waits in a barrier of its own for ranks that go on: for ``where`` "caught" as it
+    has caught an error, for "fewer" as it has had fewer batches."""
+    mine = dist.get_rank() == 1
+    call, o = made(how, "loader", nothing)
+    steps(call, o, {})
+    since = time.time()
+
+    def more() -> None:
+        if not mine:
+            steps(call, o, {})
+        elif where == "caught":
+            with suppress(ValueError):
+                steps(call, o, {"loss": raises})
+        dist.barrier()
+
+    return {"error": caught(more), "since": since, "later": caught(lambda: steps(call, o, {}))}
+
+
+def patient(how: str) -> Any:
+    """Ranks come late to collectives of the caller's own, and one of them does not wait for what it has begun."""
+    mine = dist.get_rank() == 1
+    call, o = made(how, "loader", nothing)
+    steps(call, o, {})
+    sent = torch.ones(3)
+
+    def wait() -> None:
+        time.sleep(6 * mine)
+        dist.barrier()
+        work = dist.all_reduce(sent, async_op=mine)
+        time.sleep(6 * mine)
+        if work is not None:
+            work.wait()
+        steps(call, o, {})
+        dist.broadcast(sent, 0)
+        time.sleep(6 * (not mine))
+        steps(call, o, {})
+
+    return {"error": caught(wait), "sum": float(sent.sum())}
 
 
 def untraceable(how: str, fault: str) -> Any:
@@ -193,6 +239,10 @@ class Scenarios(dict[str, Any]):
         if name == "after_the_store":
             return after_the_store
         way, place, *rest = name.split()
+        if place == "patient":
+            return lambda: patient(way)
+        if place == "waits":
+            return lambda: waits_elsewhere(way, rest[0])
         if way == "before_fit":
             return lambda: before_fit(place, *map(int, rest))
         if place == "untraceable":

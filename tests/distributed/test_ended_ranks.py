@@ -165,3 +165,39 @@ def test_a_rank_that_ends_because_dynamo_cannot_trace_its_code_ends_the_others(w
     assert first["error"]["type"] == "PeerFailed"
     assert "rank 1: Unsupported: Call to `torch._dynamo.graph_break()`" in first["error"]["text"]
     assert first["error"]["at"] - second["ended"] < SECONDS + first["error"]["without_processor"]
+
+
+@pytest.mark.parametrize(
+    ("way", "where", "ranks"),
+    [
+        ("ddp", "caught", 2),
+        *[
+            pytest.param(*c, marks=pytest.mark.slow)
+            for c in (
+                ("ddp", "fewer", 3),
+                ("fully_shard", "caught", 3),
+                ("fully_shard", "fewer", 2),
+                ("parallelize_module", "caught", 2),
+            )
+        ],
+    ],
+)
+def test_a_rank_that_waits_in_a_barrier_of_its_own_while_others_go_on_ends_all(
+    way: str, where: str, ranks: int
+) -> None:
+    """Nobody fails, and gloo would wait for the group's timeout."""
+    name = f"{way} waits {where}"
+    rows = run(name, ranks=ranks, ends=(0,) * ranks)[name]
+    (text,) = {row["error"]["text"] for row in rows}
+    assert "rank 1: waits in torch.distributed.barrier (ended_worker.py:" in text
+    assert "rank 0 is elsewhere (" in text
+    for row in rows:
+        assert row["error"]["type"] == row["later"]["type"] == "PeerFailed"
+        assert row["error"]["at"] - row["since"] < SECONDS + row["error"]["without_processor"]
+
+
+def test_ranks_that_come_late_to_a_collective_are_waited_for() -> None:
+    name = "ddp patient"
+    first, second = run(name)[name]
+    assert first["error"]["type"] == second["error"]["type"] == ""
+    assert first["sum"] == second["sum"] == 6.0

@@ -671,6 +671,10 @@ def refused() -> Any:
     rows["scripted"] = caught(
         lambda: tightship.fit(scripted, loss_of, adamw(scripted), batches()[0], parallel=shards)
     )
+    sparse, words = torch.nn.Embedding(9, 9, sparse=True), torch.arange(9)
+    for n, m, how in (("sparse", DistributedDataParallel(sparse), None), ("sparse, plain", sparse, whole)):
+        o = torch.optim.SGD(m.parameters())
+        rows[n] = caught(lambda m=m, o=o, how=how: tightship.fit(m, word_loss, o, words[None], parallel=how))
     taken = DistributedDataParallel(model())
     tightship.fit(taken, loss_of, adamw(taken), batches()[0])
     rows["taken"] = caught(lambda: taken(batches()[0][0]).sum().backward())

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 from torch import distributed as dist
 
 from tightship.errors import PeerFailed
+from tightship.execute.deadlock import Deadlock
 from tightship.execute.first_failure import GONE, FirstFailure, in_words, words_of
 from tightship.execute.last_words import tell_of_errors
 from tightship.frontends.torch import compat_distributed, compat_waits
@@ -35,6 +36,8 @@ _AT_ONCE: Final = 8
 """Ranks that are asked with one question."""
 _LISTENS: Final = timedelta(minutes=10)
 """How long a rank's listener waits at once: nobody asks the store again before."""
+_WHERE: Final = "where "
+"""What one rings with who asks where ranks are; the question follows."""
 _SILENT: Final = 4.0
 """Seconds without an answer after which a rank is not waited for: torch's own collectives find out what it is."""
 _LOG: Final = logging.getLogger("tightship")
@@ -117,7 +120,7 @@ class Board:
         self.heard: list[Failure] = []  # which others have failed by themselves
         self.ended: PeerFailed | None = None  # what all raise from now on
         self._said = False  # and have heard of
-        self._first = FirstFailure(self.store, f"{self.key}/end", self.rank, self.world)
+        self._first = self._note(self.store)
         self.slower = max(1.0, self.world / _FEW)
         self._asked: dict[int, float] = {}  # ranks that have not answered, and since when
         self._answers: dict[int, int] = {}
@@ -126,17 +129,26 @@ class Board:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="tightship-graphs", daemon=True)
         self._thread.start()
+        self.deadlock = Deadlock(self.store, self.key, self.rank, self._ask_where, self._end_over)
+
+    def _note(self, store: Any) -> FirstFailure:
+        return FirstFailure(store, f"{self.key}/end", self.rank, self.world)
 
     def end(self) -> None:
         self._stopped.set()
+        self.deadlock.end()
         with suppress(RuntimeError):
             self._ring([self.rank], "end")
         self._thread.join(2)
 
-    def _ring(self, ranks: Sequence[int], what: str) -> None:
+    def _ring(self, ranks: Sequence[int], what: str, store: Any = None) -> None:
+        over = store or self.store
         for r in ranks:
-            number = self.store.add(f"{self.key}/rung/{r}", 1)
-            self.store.set(f"{self.key}/bell/{r}/{number}", what)
+            number = over.add(f"{self.key}/rung/{r}", 1)
+            over.set(f"{self.key}/bell/{r}/{number}", what)
+
+    def _ask_where(self, ranks: Sequence[int], question: str, store: Any) -> None:
+        self._ring(ranks, f"{_WHERE}{question}", store)
 
     def _listen(self) -> None:
         """Ends with the store or the process group, or when told."""
@@ -155,6 +167,8 @@ class Board:
                     self.ended = self.ended or self._first.heard(self._listens)
                 elif what == "ask":
                     self._listens.set(f"{self.key}/at/{self.rank}", json.dumps([number, dict(self.runs)]))
+                elif what.startswith(_WHERE):
+                    self.deadlock.answer(self._listens, what.removeprefix(_WHERE))
                 elif what != "end":
                     self.heard.append(Failure(*json.loads(what)))
                     self._say(self.heard[-1])
@@ -227,14 +241,18 @@ class Board:
 
     def _say_end(self, own: PeerFailed) -> PeerFailed:
         """What all raise from now on, once they have heard of it."""
+        return self._end_over(own, self.store)
+
+    def _end_over(self, own: PeerFailed, store: Any) -> PeerFailed:
+        """As `_say_end`, over any connection to the ``store``."""
         gone = [r for r, text in own.failures.items() if text == GONE]
 
         def tell() -> None:
-            self._ring([r for r in self._others() if r not in gone], "failed")
+            self._ring([r for r in self._others() if r not in gone], "failed", store)
 
         if not self._said:
             self._said = True
-            self.ended, _ = self._first.noted(own, gone=gone, tell=tell)
+            self.ended, _ = self._note(store).noted(own, gone=gone, tell=tell)
         return self.ended or own
 
     def check(self) -> None:

@@ -186,6 +186,7 @@ class Turn:
         """Around each pass. What this rank fails with, those hear that wait for it in collectives inside."""
         board, name = self._board, "backward" if backward else "forward"
         board.check()
+        board.deadlock.follow()
         if not backward:
             self.count()
         self._passes[name] += 1

@@ -21,7 +21,7 @@ from tightship.execute.roll_call import RollCall
 from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.collectives import Sent
 
-__all__ = ["GATHER", "Lookout"]
+__all__ = ["GATHER", "STEPS", "Lookout", "Standing", "call_in", "place_of", "standing"]
 
 GATHER: Final = "a gather of parameters outside of a step"
 """What a rank waits in that evaluates parameters in parts."""
@@ -34,7 +34,7 @@ _STANDS: Final = 1.0
 """Seconds in one call after which a rank is taken to stand there; three times as many if its group is not known."""
 
 
-class _Standing(NamedTuple):
+class Standing(NamedTuple):
     """Where a rank stands: ``call``, which ``place`` in the caller's code makes; the name of the group, and how many
     collectives of it this rank has begun."""
 
@@ -46,6 +46,8 @@ class _Standing(NamedTuple):
     """Whether the group is that of the call, or taken to be the default one."""
     inner: Any
     """Which call it is."""
+    size: int = 0
+    """Bytes of the tensors that the call has, at most."""
     makes: Sequence[int] | None = None
     """The ranks that it makes the group of, where it does."""
 
@@ -95,16 +97,16 @@ class Lookout:
         for r in range(self._size):
             if r == self._rank or not self._store.check([f"{self._key}/{r}"]):
                 continue
-            told = _Standing(*json.loads(self._store.get(f"{self._key}/{r}")))
+            told = Standing(*json.loads(self._store.get(f"{self._key}/{r}")))
             if not self._has_come(told):
-                rule = _STEPS if told.makes is None else _GROUPS
+                rule = STEPS if told.makes is None else _GROUPS
                 found[r] = (
                     f"waits in {told.call} ({told.place}), to which rank {self._rank}, in {where}, does not come: "
                     f"{rule}"
                 )
         return found
 
-    def _has_come(self, told: _Standing) -> bool:
+    def _has_come(self, told: Standing) -> bool:
         """Whether this rank has begun what another one stands in."""
         if told.makes is not None:
             return self._rank not in told.makes or compat_distributed.is_group(told.group)
@@ -144,7 +146,7 @@ class Lookout:
                 if not self._looks_in.check([f"{self._key}/asked"]):
                     continue
                 # No frame is kept, which would keep what its code has let go.
-                now = _standing(self._followed, self.meetings + 1)
+                now = standing(self._followed, self.meetings + 1)
                 if now is None or now != seen:
                     seen, since = now, monotonic()
                     if told:
@@ -157,12 +159,12 @@ class Lookout:
                     told = True
 
 
-def _standing(thread: int, meeting: int) -> _Standing | None:
+def standing(thread: int, meeting: int) -> Standing | None:
     """Where a thread is that sends outside of a step, or waits for others in its call of fit, the ``meeting``-th;
     None where it does not."""
     frame: Any = sys._current_frames().get(thread)
     inner = None if frame is None else (id(frame), frame.f_lasti)
-    call, group, makes = "", None, None
+    call, group, makes, size = "", None, None, 0
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module == _RANKS and frame.f_code.co_name == "wait":
@@ -175,23 +177,51 @@ def _standing(thread: int, meeting: int) -> _Standing | None:
             if (new := compat_distributed.new_group_of(frame)) is not None:
                 group, makes = new
             call, group = kind[0], group or kind[1]
-        if module.partition(".")[0] not in _LIBRARIES:
+            size = max(size, compat_distributed.bytes_in(frame))
+        if _is_callers(frame):
             break
         frame = frame.f_back
     name = group or compat_distributed.name_of_all()
     begun = meeting if name == _FIT else 1 if makes else compat_distributed.collectives_begun(name)
     if not call or frame is None or begun is None:
         return None
-    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return _Standing(call, place, name, begun, group is not None, inner, makes)
+    return Standing(call, _place(frame), name, begun, group is not None, inner, size, makes)
 
 
-_STEPS: Final = (
-    "all ranks take as many steps (drop_last=True, or the least number of batches), and send alike"
-)
+def call_in(thread: int) -> Any:
+    """Which call of a collective a thread is in; None where it is in none. Nothing is asked that frames have: who
+    looks at a frame's variables has it keep them to its end."""
+    frame: Any = sys._current_frames().get(thread)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        frame = frame.f_back
+    there = frame is not None and frame.f_globals.get("__name__") == _COLLECTIVES
+    return (id(frame), frame.f_lasti) if there else None
+
+
+def place_of(thread: int) -> str:
+    """Where a thread is in the caller's own code; empty where it is not there."""
+    frame: Any = sys._current_frames().get(thread)
+    while frame is not None and not _is_callers(frame):
+        frame = frame.f_back
+    return "" if frame is None else _place(frame)
+
+
+def _is_callers(frame: Any) -> bool:
+    """Code that torch has written has no name of a module."""
+    module = frame.f_globals.get("__name__", "torch")
+    return module.partition(".")[0] not in _LIBRARIES
+
+
+def _place(frame: Any) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+STEPS: Final = "all ranks take as many steps (drop_last=True, or the least number of batches), and send alike"
 _GROUPS: Final = "all ranks make the same groups, between the same steps"
 _FIT: Final = "tightship.fit"
 """In the place of a group's name."""
+_PACKAGE: Final = f"{__package__.partition('.')[0]}."
+_COLLECTIVES: Final = "torch.distributed.distributed_c10d"
 _RANKS: Final = f"{__package__}.ranks"
 _MEETING: Final = f"{__package__}.meeting"
 _LIBRARIES: Final = ("torch", "tightship", "typing_extensions", "contextlib", "functools")

@@ -151,6 +151,38 @@ def call_of(frame: Any) -> tuple[str, str | None] | None:
     return f"{short}.{name}", among
 
 
+def bytes_in(frame: Any) -> int:
+    """Of the tensors that a frame's code has by name, or in lists."""
+    found = 0
+    for value in frame.f_locals.values():
+        for t in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(t, torch.Tensor):
+                found += t.numel() * t.element_size()
+    return found
+
+
+def ranks_of_gloo(name: str) -> list[int]:
+    """The ranks of a group that sends by gloo; none of another one, or of one that this rank does not know."""
+    try:
+        group = process_group(name)
+        there = torch.distributed.get_backend(group) == "gloo"
+    except (RuntimeError, ValueError, KeyError):
+        return []
+    return torch.distributed.get_process_group_ranks(group) if there else []
+
+
+def ports_of_store(store: Any) -> tuple[int, ...]:
+    """Where a store listens, if it does."""
+    store = _underlying(store)
+    return (store.port,) if isinstance(store, torch.distributed.TCPStore) else ()
+
+
+def _underlying(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
 def process_groups_store() -> Any:
     """The key-value store that the default process group was made with, which all ranks reach."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -168,8 +200,7 @@ def other_connection(store: Any) -> Any:
 def store_is_there(store: Any) -> bool:
     """Whether the process that has the store is there, as far as can be seen; a request to one that is not is told in
     the log at length."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = _underlying(store)
     if not isinstance(store, torch.distributed.TCPStore):
         return True
     try:

@@ -1,5 +1,6 @@
-"""Every touch of private interfaces where torch's own collectives wait outside of graphs: the backward pass, and the
-forward passes of DistributedDataParallel and of ``fully_shard``. An error in them may be that another rank has ended.
+"""Every touch of private interfaces where torch's own collectives wait outside of graphs: the backward pass, the
+forward passes of DistributedDataParallel and of ``fully_shard``, and collectives of the caller's own. An error in
+them may be that another rank has ended.
 """
 
 from __future__ import annotations
@@ -39,16 +40,21 @@ def watch_waits(lost: Lost) -> None:
             (FSDPParamGroup, "post_forward"),
         ):
             setattr(owner, name, _told(getattr(owner, name)))
+        work: Any = torch.distributed.Work
+        work.wait = _told(work.wait, but_with_arguments=True)
     _Watched.lost = lost
 
 
-def _told(call: Callable[..., Any]) -> Any:
+def _told(call: Callable[..., Any], but_with_arguments: bool = False) -> Any:
+    """``but_with_arguments``: a wait with a limit of its own is its caller's, who may wait again."""
+
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            found = _Watched.lost(error) if _Watched.lost is not None and is_of_connection(error) else None
+            lost = None if but_with_arguments and (args[1:] or kwargs) else _Watched.lost
+            found = lost(error) if lost is not None and is_of_connection(error) else None
             if found is None:
                 raise
             raise found from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_distributed, compat_optimizers, eager_paths
 from tightship.frontends.torch.capture.checks import check_held
 from tightship.frontends.torch.capture.lower import finish
@@ -234,6 +234,12 @@ class StepCapture(Capture):
         among = self.ending.among
         records, tape = self.tape.records, self.tape
         buckets = [[n for n in names if n in gradients] for names in self.ending.averaged]
+        for n in (n for names in buckets for n in names if gradients[n].layout is not torch.strided):
+            raise Unplannable(
+                f"the sparse gradient of {n!r}, which several ranks average,",
+                "how many of its rows are different on all ranks is not known before the step",
+                "sparse=False in the embedding, or torch.compile's backend, which leaves gradients to torch",
+            )
         homes = {n: tape.storage(tape.value(gradients[n])) for names in buckets for n in names}
         last: dict[int, int] = {}
         for k, r in enumerate(records):
