@@ -121,8 +121,11 @@ def test_blocks_that_a_loop_in_eager_calls_share_the_budget(mode):
         for same, limit, memory, _ in steps(budget, Looped, mode=mode)[1:]:
             assert same
             assert memory.planned <= limit
-            # The loss is the caller's own code; what one block hands to the next counts once.
-            assert abs(memory.measured - memory.planned) <= 2 * 256 * 16 * 4
+            loss = 2 * 256 * 16 * 4  # the caller's own code
+            assert memory.measured <= memory.planned + loss
+            assert (
+                mode == "exact" or memory.planned <= memory.measured + loss
+            )  # what is handed on counts once
 
 
 def test_bytes_are_met_that_one_graph_alone_would_take():

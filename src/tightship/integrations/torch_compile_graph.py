@@ -44,6 +44,10 @@ from tightship.units import format_bytes
 __all__ = ["CASTS", "Compilation"]
 
 
+_HELD_BY_MODULES = r"\._(parameters|buffers)\["
+"""In the sources of parameters and buffers."""
+
+
 _DIVISIONS = 2
 """How many divisions of the bytes for several calls are tried in compiled mode, where each is a search."""
 
@@ -434,7 +438,16 @@ class Compilation:
         if left <= 0 and not others:
             return Ahead()
         new, elsewhere = self._uncounted(modules), compat_capture.saving_hooks(traced=True)
+        if self.options.calls > len(modules):  # each may have a batch of its own
+            new += max(left, 0) * self._inputs()
         return Ahead(max(left, 0), new, elsewhere, bool(others), self._taken_by(others))
+
+    def _inputs(self) -> int:
+        """Bytes of the inputs, but for parameters, buffers and what earlier graphs have made."""
+        rows = [n for n in self.placeholders if not re.search(_HELD_BY_MODULES, compat_dynamo.source_name(n))]
+        given = compat_distributed.storage_sizes(map(compat_dynamo.example_of, rows))
+        otherwise = self._counted(given)
+        return sum(size for key, size in given.items() if key not in otherwise)
 
     def _uncounted(self, modules: Sequence[torch.nn.Module]) -> int:
         """Bytes of parameters and buffers of other modules that nobody has counted."""
