@@ -299,7 +299,8 @@ def main() -> None:
         for r in found
     ]  # fmt: skip
     text = pages.table(head, ["---"] * 3 + ["---:"] * 6, cells)
-    print(text)
+    if not o.json:
+        print(text)
     if o.write:
         pages.put(PAGE, BEGIN, END, text)
 
