@@ -112,9 +112,9 @@ _ALIKE, _UNLIKE = 1.15, 1.3
 of another program of that policy, and by the least part of the model's bytes that it made of any program."""
 _CHEAPER = 0.98
 """Part of the operations of what else there is that a policy takes at most for the former to be enough."""
-_CLOSE, _ANYHOW = 1.1, 1.15
+_CLOSE, _ANYHOW, _OF_LOOPS = 1.1, 1.08, 1.15
 """How far a program in the one of XLA's orders may be for the other one to be tried: by what that took before, and of
-a small program whatever it took."""
+a small program whatever it took, without loops and with them."""
 _FAR = 1.75
 """How many times the budget's temporaries a program may take in one of XLA's orders to be looked at in the other."""
 _UNTRUE = 1.5
@@ -563,7 +563,8 @@ class Search:
 
     @property
     def _near(self) -> float:
-        return max(self._other, _ANYHOW) if self._small else self._other
+        anyhow = _OF_LOOPS if self._loops else _ANYHOW
+        return max(self._other, anyhow) if self._small else self._other
 
     def lower(self, level: Level) -> Any:
         run = on_values(level.ops, level.steps, self.planner.hold)
