@@ -76,8 +76,8 @@ class Fit:
     ``repeated``: equations that run again; ``extra_flops``: modeled operations over the step's, less than 0 where the
     step's own checkpoints make more again than need be. ``operations``: XLA's own count, with the body of a loop
     once, and ``operations_before`` that of the step as it was given. ``tried``: total bytes of each program that was
-    looked at (none for a plan that was kept); ``seconds`` of the processor for planning and compiling. ``notes``:
-    what the step asks for and XLA does not do."""
+    looked at (none for a plan that was kept); ``seconds`` of the processor for planning and compiling, of which
+    ``compiling`` for the program that runs. ``notes``: what the step asks for and XLA does not do."""
 
     budget: int
     memory: Memory
@@ -89,6 +89,7 @@ class Fit:
     operations: float = 0.0
     operations_before: float = 0.0
     notes: tuple[str, ...] = ()
+    compiling: float = 0.0
 
     def __str__(self) -> str:
         m, b = self.memory, self.before
@@ -250,7 +251,8 @@ class FittedStep:
             )
         planning = _Planning(traced, leaves, self._budget, self._folder, began + self._seconds)
         compiled, fit = planning.kept() or planning.searched()
-        fit = replace(fit, seconds=time.process_time() - began, notes=planning.notes(compiled))
+        took, notes = time.process_time() - began, planning.notes(compiled)
+        fit = replace(fit, seconds=took, compiling=planning.compiling, notes=notes)
         for note in fit.notes:
             warnings.warn(note, stacklevel=4)
         if planning.as_it_is and results is None:
@@ -308,6 +310,7 @@ class _Planning:
         alone = len(jax.devices()) == 1  # where arguments lie on several devices is not in the trace
         self.path = None if folder is None or not alone else folder / f"jax-{self._digest()}.json"
         self.known: Archive | None = None
+        self.compiling = 0.0
 
     def _digest(self) -> str:
         """Of everything that a plan depends on; addresses of functions in the jaxpr's text are none of it."""
@@ -367,6 +370,7 @@ class _Planning:
             self._keep(search, best)
         if before.total <= limit and best.level.flops >= self.flops:
             return self._given(lowered, limit, operations)
+        self.compiling = search.compiling
         return compiled, self._fit(compiled, best.level, limit, before, operations, tuple(search.tried))
 
     def _keep(self, search: Search, best: Candidate | None) -> None:
@@ -376,9 +380,15 @@ class _Planning:
     def _given(self, lowered: Any, limit: int, operations: float) -> tuple[Any, Fit]:
         """The step as it is."""
         self.as_it_is = True
-        compiled = compile_for(lowered, memory=False, quick=False)
+        compiled = self._compile(lowered, memory=False)
         memory = memory_of(compiled)
         return compiled, Fit(limit, memory, memory, 0, 0.0, (memory.total,), 0.0, operations, operations)
+
+    def _compile(self, lowered: Any, *, memory: bool) -> Any:
+        began = time.process_time()
+        compiled = compile_for(lowered, memory=memory, quick=False)
+        self.compiling = time.process_time() - began
+        return compiled
 
     def kept(self) -> tuple[Any, Fit] | None:
         """The program of a plan on disk, if there is one for this budget and XLA says the same of it."""
@@ -393,7 +403,7 @@ class _Planning:
                 self.programs, self.leaves, self.donated, limit, before, self.until, told=self.told
             )
             level = search.again(row)
-            compiled = compile_for(search.lower(level), memory=row.order, quick=False)
+            compiled = self._compile(search.lower(level), memory=row.order)
             with contextlib.suppress(OSError):
                 os.utime(self.path)
         except _NO_PLAN:

@@ -11,6 +11,7 @@ from tightship.frontends.jaxpr import bytes_of
 from tightship.graph import Graph, Op, aligned
 from tightship.integrations.jax_pairs import Pair, crossing_bytes
 from tightship.integrations.jax_policies import Steps, steps_of_policy
+from tightship.simulate import baseline, replay
 
 __all__ = ["Frame", "Share", "frame_of", "policy_steps"]
 
@@ -31,18 +32,23 @@ class Frame:
     one: bool = False
 
 
-def frame_of(ops: Ops, pair: Pair | None, share: Share, beyond: float) -> Frame:
+def frame_of(ops: Ops, pair: Pair | None, share: Share, beyond: float, least: int = 0) -> Frame:
     """The graph of a level. Of a pair: the first body, then an op that needs all but what may be handed on, then the
-    second body, for which all that it reads of the first is kept, or made again."""
+    second body, for which all that it reads of the first is kept, or made again. ``least``: bytes that are handed on
+    anyhow, with what comes between."""
     if pair is None:
         return Frame(ops.graph, tuple(range(len(ops.graph.ops))), beyond)
     body, begins, own = ops.program, pair.begins, pair.arrives
     most = crossing_bytes(body, pair.cut, begins)
     all_of_it = isinstance(share, str) or any(e.once for e in body.equations)
     saved = most if all_of_it else int(most * float(share))
-    if beyond == math.inf:  # more than either body can take
-        beyond = 2 * saved + 2 * body.nbytes(range(len(body.avals))) + sum(e.inner for e in body.equations)
+    if (
+        beyond == math.inf
+    ):  # more than either body can take, and little more: plans are as near as a part of it
+        whole = replay(ops.graph, baseline(ops.graph)).peak - ops.graph.static_bytes
+        beyond = saved + body.nbytes(begins) + whole + 2 * body.nbytes(own)
     saved += sum(aligned(bytes_of(body.avals[v])) for v in own)  # what comes between is there, too
+    saved = max(saved, least)
     room = max(0, int(beyond) - saved)
     b, home = GraphBuilder(), {}
     op_of: list[int | None] = []

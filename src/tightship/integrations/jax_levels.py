@@ -7,6 +7,7 @@ the bytes that are left where they run (`Planner`).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -78,12 +79,14 @@ _Way = Callable[[], _Planned]
 @dataclass
 class Planner:
     """Plans levels. ``log``: what was decided, in the order of the questions; ``given``: such a log, to decide it
-    again as it was. ``hold``: how repetitions are held back (`on_values`). ``work``: ops that a search simulates."""
+    again as it was. ``hold``: how repetitions are held back (`on_values`). ``work``: ops that a search simulates.
+    ``until``: seconds of the processor, after which no better part of what loops may hand on is looked for."""
 
     hold: str
     log: list[Any] = field(default_factory=list)
     given: Iterator[Any] | None = None
     work: int = _WORK
+    until: float = math.inf
     schedules: Schedules = field(default_factory=Schedules)
     _inner: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _handed: dict[Any, tuple[Any, PlannedPair, list[Any]]] = field(default_factory=dict)
@@ -92,6 +95,8 @@ class Planner:
     _blocks: dict[int, tuple[Program, dict[str, Level]]] = field(default_factory=dict)
     _by_name: dict[Any, tuple[Program, Level, list[Any]]] = field(default_factory=dict)
     _least: dict[int, tuple[Ops, int]] = field(default_factory=dict)
+    _crossing: dict[int, tuple[Ops, int]] = field(default_factory=dict)
+    _best_parts: dict[int, tuple[Program, list[tuple[float, int]]]] = field(default_factory=dict)
     _missed: dict[int, tuple[Ops, list[tuple[Share, float, int]]]] = field(default_factory=dict)
 
     def level(self, program: Program, beyond: float) -> Level:
@@ -129,22 +134,37 @@ class Planner:
             return tried[k][3]
 
         least = sum(e.flops for e in program.equations)
-        first = attempt(0)
-        if first.peak > beyond or first.flops > least:
+        begins = self._begins_at(program, beyond)
+        first, best = attempt(begins[0] if begins else 0), -1
+        for k in begins[1:]:
+            attempt(k)
+        if begins or first.peak > beyond or first.flops > least:
             fewest = math.inf
-            for k in range(_STRIDE, len(shares) + _STRIDE - 1, _STRIDE):
+            for k in range(_STRIDE, len(shares) + _STRIDE - 1, _STRIDE) if not begins else ():
                 found = attempt(min(k, len(shares) - 1))
                 if found.peak <= beyond and found.flops >= fewest:
                     break  # less is handed on, and more is made again for it
                 fewest = min(fewest, found.flops) if found.peak <= beyond else fewest
-            best = -1
-            while best != (best := min(tried, key=lambda k: tried[k][:3])):
+            while best != (best := min(tried, key=lambda k: tried[k][:3])) and not self._late:
                 for k in (best - 1, best + 1):
                     if 0 <= k < len(shares):
                         attempt(k)
+        self._best_parts.setdefault(id(program), (program, []))[1].append((beyond, max(0, best)))
         *_, level, log = min(tried.values(), key=lambda row: row[:3])
         self.log = [*kept, *log]
         return level
+
+    @property
+    def _late(self) -> bool:
+        return time.process_time() > self.until
+
+    def _begins_at(self, program: Program, beyond: float) -> list[int]:
+        """The parts of what loops may hand on that were best for the nearest bytes that are more than these, and that
+        are fewer: the best is one of them, or near. None where none are known for more, or for as many."""
+        _, known = self._best_parts.get(id(program), (program, []))
+        more = [row for row in known if row[0] >= beyond]
+        fewer = [row for row in known if row[0] < beyond] if more else []
+        return list(dict.fromkeys(k for _, k in (*sorted(more)[:1], *sorted(fewer)[-1:])))
 
     def policies(self, program: Program) -> list[str]:
         """The policies that save other results of a program each, and the ways to cut it into blocks that no other
@@ -323,16 +343,17 @@ class Planner:
             frame = frame_of(ops, pair, share, beyond)
             return frame, policy_steps(ops, frame, policy)
         if pair is None or beyond == math.inf:
-            frame = frame_of(ops, pair, share, beyond)
+            frame = frame_of(ops, pair, share, beyond, self._least_crossing(ops, pair, share))
             return frame, self._solve(frame)
         if self.given is not None:
             frame = frame_of(ops, pair, share, float(next(self.given)))
             return frame, self._solve(frame)
         _, missed = self._missed.setdefault(id(ops), (ops, []))
         known = [need for of, within, need in missed if _no_more(share, of) and beyond <= within]
-        beyond, over = max(beyond, self._least.get(id(ops), (ops, 0))[1], *known), math.inf
+        least = self._least_of(ops, pair) if self._too_few(ops, pair, beyond) else 0
+        beyond, over = max(beyond, least, *known), math.inf
         for _ in range(1 + TIGHTENED):
-            frame = frame_of(ops, pair, share, beyond)
+            frame = frame_of(ops, pair, share, beyond, self._least_crossing(ops, pair, share))
             steps = self.schedules.within(frame.graph, beyond, self.work)
             need = peak_of(frame.graph, steps) - frame.graph.static_bytes
             if need <= beyond + (1 << 10):
@@ -347,6 +368,13 @@ class Planner:
         self.log += [float(frame.beyond), steps]
         return frame, steps
 
+    def _too_few(self, ops: Ops, pair: Pair, beyond: float) -> bool:
+        """Whether bodies of a pair are known to take more, whatever is handed on."""
+        if id(ops) in self._least:
+            return beyond < self._least[id(ops)][1]
+        graph = frame_of(ops, pair, 0.0, 0.0).graph
+        return beyond < lower_bound(graph) - graph.static_bytes
+
     def _least_of(self, ops: Ops, pair: Pair) -> int:
         """The bytes that bodies of a pair take whatever is handed on, as near as plans come."""
         if id(ops) not in self._least:
@@ -356,6 +384,18 @@ class Planner:
                 peak_of(graph, self.schedules.within(graph, 0.0, self.work)) - graph.static_bytes,
             )
         return self._least[id(ops)][1]
+
+    def _least_crossing(self, ops: Ops, pair: Pair | None, share: Share) -> int:
+        """The bytes that a pair hands on at least, with what comes between, as near as plans come. Shares with less
+        are asked for as many: what could not be met anyhow is one question, and no search for the least of it all."""
+        if pair is None or self.given is not None or isinstance(share, str) or share == 1.0:
+            return 0
+        if id(ops) not in self._crossing:
+            frame = frame_of(ops, pair, 0.0, math.inf)
+            steps = self.schedules.within(frame.graph, frame.beyond, self.work)
+            taken = peak_of(frame.graph, steps) - frame.graph.static_bytes
+            self._crossing[id(ops)] = ops, taken - frame.graph.ops[frame.rest or 0].workspace
+        return self._crossing[id(ops)][1]
 
     def _solve(self, frame: Frame) -> Steps:
         if self.given is not None:

@@ -112,9 +112,9 @@ _ALIKE, _UNLIKE = 1.15, 1.3
 of another program of that policy, and by the least part of the model's bytes that it made of any program."""
 _CHEAPER = 0.98
 """Part of the operations of what else there is that a policy takes at most for the former to be enough."""
-_CLOSE, _ANYHOW = 1.1, 1.08
+_CLOSE, _ANYHOW, _OF_LOOPS = 1.1, 1.08, 1.15
 """How far a program in the one of XLA's orders may be for the other one to be tried: by what that took before, and of
-a small program whatever it took."""
+a small program whatever it took, without loops and with them."""
 _FAR = 1.75
 """How many times the budget's temporaries a program may take in one of XLA's orders to be looked at in the other."""
 _UNTRUE = 1.5
@@ -144,7 +144,8 @@ class Search:
     """Programs within ``limit`` bytes, for what bytes the model must be given so that XLA's total is within it.
     ``programs``: the step in several orders, of which the next is planned where nothing of those before is within it.
     ``told``: what the caller gave to `jax.jit`, and where arguments and results lie (`placed_as`).
-    ``least``: the fewest bytes that were reached for other budgets."""
+    ``least``: the fewest bytes that were reached for other budgets. ``compiling``: seconds of the processor that XLA
+    took for the program that runs."""
 
     programs: tuple[Program, ...]
     leaves: list[Any]
@@ -156,6 +157,7 @@ class Search:
     told: dict[str, Any] = field(default_factory=dict)
     least: float = math.inf
     tried: list[int] = field(default_factory=list)
+    compiling: float = 0.0
     found: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -177,6 +179,7 @@ class Search:
         self._last: tuple[float, int] | None = None
         self._policies: list[_Policy] | None = None
         self._levels: dict[float, tuple[Level, list[Any]]] = {}
+        self.planner.until = self.until
 
     @property
     def room(self) -> int:
@@ -199,7 +202,9 @@ class Search:
             if not fits:
                 break
             best = min(fits, key=lambda c: (c.level.flops, c.operations, c.memory.total))
+            began = time.process_time()
             compiled = compile_for(best.lowered, memory=best.order, quick=False)
+            self.compiling = time.process_time() - began
             total = memory_of(compiled).total
             if total <= self.limit:
                 return best, compiled
@@ -228,7 +233,7 @@ class Search:
         least, most = math.inf, self._almost
         if fits := self.fitting():
             least = min(c.level.flops for c in fits)
-            if any(self._cheap(c) for c in fits if c.level.flops == least):
+            if any(self._best_of_all(c) for c in fits if c.level.flops == least):
                 return
             made = min(max(1, c.memory.temporaries) / self._takes(c.level) for c in self.found)
             most = _MAYBE * self.room / made
@@ -354,7 +359,7 @@ class Search:
         fewest = min(c.level.flops for c in self.fitting())
         while high < math.inf and self._level(following).flops >= fewest:
             low, following = following, (following + high) / 2
-            if following - low < 0.01 * following:
+            if following - low < 0.01 * following or self._late:
                 return low, low
         return low, following
 
@@ -365,11 +370,17 @@ class Search:
         return float(self.room + min(self._results, max(0, more)))
 
     def _cheap(self, made: Candidate) -> bool:
-        """Whether next to nothing is left to win: neither by the model, nor by XLA's count."""
+        """Whether next to nothing is left to win by another plan: by the model, and by XLA's count, which has the
+        body of a loop once."""
         of_model = made.level.flops / max(1, self._flops) - 1
-        counted = made.operations / self.operations - 1 if self.operations else 0.0
+        counted = made.operations / self.operations - 1 if self.operations and not self._loops else 0.0
         dear, took = max(of_model, counted), made.memory.temporaries
         return dear <= _CHEAP - 1 or dear * (self.room - took) <= _WORTH * (self.before.temporaries - took)
+
+    def _best_of_all(self, made: Candidate) -> bool:
+        """Whether no policy would be better. Those of loops are soon looked at, and what plans of them cost does not
+        say what policies do."""
+        return self._costs_nothing(made.level) if self._loops else self._cheap(made)
 
     def _lower(self, takes: float, made: int) -> float:
         """The bytes to plan for after a plan that ``takes`` so many, of which XLA made too many: by how much the
@@ -400,11 +411,11 @@ class Search:
             if self._hopeless(row.least, unlike if most < math.inf else _FAR, row.name):
                 passed.append(row)
                 continue
-            if not row.planned and row.level.peak > self.room * self._scale:
+            if not row.planned and row.level.peak > self.room * self._scale and not self._late:
                 self._policies.append(self._policy(row.name, self.room * self._scale))
                 row = replace(row, planned=True)
             far = max(most, self._almost) if row.level.flops < _CHEAPER * flops else most
-            if row.takes > far:
+            if row.takes > far or self._hopeless(row.takes, _FAR, row.name):
                 passed.append(row)
                 continue
             self.planner.log = row.log
@@ -429,8 +440,13 @@ class Search:
     def _of_policies(self) -> Iterator[_Policy]:
         """The policies' levels, as `jax.checkpoint` has them. Where one takes more than there is by the model, what
         is beside the loops is planned for that, too, once it could be the best: it makes no less again then."""
+        made = set[tuple[int, int, int]]()
         for policy in self.planner.policies(self.program):
-            yield self._policy(policy, math.inf)
+            row = self._policy(policy, math.inf)
+            level = row.level
+            if (is_like := (level.flops, level.peak, level.again)) not in made:  # else the same program
+                made.add(is_like)
+                yield row
 
     def _policy(self, name: str, beyond: float) -> _Policy:
         self.planner.log = []
@@ -547,7 +563,8 @@ class Search:
 
     @property
     def _near(self) -> float:
-        return max(self._other, _ANYHOW) if self._small else self._other
+        anyhow = _OF_LOOPS if self._loops else _ANYHOW
+        return max(self._other, anyhow) if self._small else self._other
 
     def lower(self, level: Level) -> Any:
         run = on_values(level.ops, level.steps, self.planner.hold)
