@@ -42,9 +42,8 @@ def frame_of(ops: Ops, pair: Pair | None, share: Share, beyond: float, least: in
     most = crossing_bytes(body, pair.cut, begins)
     all_of_it = isinstance(share, str) or any(e.once for e in body.equations)
     saved = most if all_of_it else int(most * float(share))
-    if (
-        beyond == math.inf
-    ):  # more than either body can take, and little more: plans are as near as a part of it
+    if beyond == math.inf:
+        # More than either body can take, and little more: plans come as near as to a part of it.
         whole = replay(ops.graph, baseline(ops.graph)).peak - ops.graph.static_bytes
         beyond = saved + body.nbytes(begins) + whole + 2 * body.nbytes(own)
     saved += sum(aligned(bytes_of(body.avals[v])) for v in own)  # what comes between is there, too
