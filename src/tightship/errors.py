@@ -216,6 +216,11 @@ class Infeasible(TightshipError):
         """The same with other budgets that are enough."""
         return self._with(enough=tuple(enough))
 
+    @property
+    def missing(self) -> int:
+        """Bytes by which the best peak is above the budget."""
+        return self.best_peak - self.budget
+
     def with_budget(self, budget: int) -> "Infeasible":
         """The same of a budget that is no number to plan for: what else it holds takes more than there is."""
         return self if budget == self.budget else self._with(budget=budget)
@@ -253,7 +258,7 @@ class Infeasible(TightshipError):
 
     def _message(self) -> str:
         verdict = "no plan can meet the budget" if self.impossible else "no plan found that meets the budget"
-        over = self.best_peak - self.budget
+        over = self.missing
         beside = f"{_bytes(over)} above the budget" if over > 0 else "within the budget"
         if self.placed is not None:
             beside += f", but with a place for everything {_bytes(self.placed)} are needed"

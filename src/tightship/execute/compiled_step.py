@@ -166,7 +166,7 @@ class CompiledStep(CompiledTogether):
         try:
             return self._compiled(captured, beside, numbers=numbers)
         except Infeasible as no:
-            if no.best_peak - no.budget > _NUMBER * len(numbers):  # it is not for want of room for them
+            if no.missing > _NUMBER * len(numbers):  # it is not for want of room for them
                 raise
         return self._compiled(captured, beside)
 

@@ -52,13 +52,19 @@ class Ahead:
     """Calls of the same code that are to follow before the first backward pass: ``count`` of them, with ``static``
     bytes of parameters and buffers that nobody has counted yet. ``elsewhere``: what they save is not kept;
     ``others``: modules of other classes are compiled beside them, which take so many bytes ``beside``, of a budget in
-    bytes: a percentage grows with them."""
+    bytes: a percentage grows with them. ``batches``: bytes among the static ones that are there if each call has a
+    batch of its own, and not what the call before it made."""
 
     count: int = 0
     static: int = 0
     elsewhere: bool = False
     others: bool = False
     beside: int = 0
+    batches: int = 0
+
+    def each(self) -> list[Ahead]:
+        """The same with batches of their own, and without, which is for where that is too much."""
+        return [self, replace(self, static=self.static - self.batches, batches=0)][: 1 + bool(self.batches)]
 
     def parts(self, room: int, need: int, rest: int, gradients: int) -> list[tuple[int, int]]:
         """Of ``room`` bytes for a graph and those ahead, in the order to try: the most for one of them, which needs

@@ -104,7 +104,7 @@ class Shares:
         """``no``, which is about one call, with what all need who share its bytes."""
         if not self.ahead.count or no.at:  # or it is about all of them already
             return no
-        return no.needing(self.ahead.more(no.best_peak - no.budget, *self._unplanned))
+        return no.needing(self.ahead.more(no.missing, *self._unplanned))
 
     def _beside_inputs(self) -> int:
         """Bytes of gradients among the inputs that nobody has counted as there all along."""

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,16 +151,22 @@ class Compilation:
     def _divided(
         self, gm: Any, inputs: Sequence[Any], options: CompileOptions, arena: FrameArena, shares: Shares
     ) -> tuple[Callable[..., Any], CompiledGraph]:
-        """What is compiled in one of the first divisions of the bytes for it and the calls ahead."""
+        """What is compiled in one of the first divisions of the bytes for it and the calls ahead; where it cannot be
+        had otherwise, for calls that have no batches of their own."""
         tried: list[Infeasible] = []
-        for shares.attempt in range(_DIVISIONS):
-            try:
-                return compile_within(gm, inputs, options, arena, shares)
-            except Infeasible as no:
-                tried.append(shares.of_all_calls(no))
-            if len(tried) >= shares.divisions:
+        for known in shares.ahead.each():
+            shares.ahead = known
+            for shares.attempt in range(_DIVISIONS):
+                try:
+                    return compile_within(gm, inputs, options, arena, shares)
+                except Infeasible as no:
+                    tried.append(shares.of_all_calls(no))
+                if shares.attempt + 1 >= shares.divisions:
+                    break
+            first = min(tried[:_DIVISIONS], key=lambda no: no.best_peak)
+            if first.missing > known.batches:
                 break
-        raise min(tried, key=lambda no: no.best_peak)
+        raise first
 
     def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
         self.tangents = compat_compile.tangent_strides(gm)
@@ -345,7 +352,7 @@ class Compilation:
             if ahead.count and room is not None:
                 if plans.followed and not ahead.elsewhere and not ledger.settled:
                     self.first = _First(static, whole)
-                return entered(plans.repeated(graph, room, whole, ahead))
+                return entered(self._repeated(plans, graph, whole, ahead, partial(free, False)))
             if not ahead.elsewhere and (found := plans.first(graph, room, static, whole)) is not None:
                 self.first = _First(static, whole)
                 return entered(found)
@@ -367,6 +374,21 @@ class Compilation:
             if found is not None:
                 return entered(found)
             raise self._advised(no, later, ahead) from None
+
+    def _repeated(
+        self, plans: GraphPlans, graph: Graph, whole: Whole, ahead: Ahead, free: Callable[[Ahead], int | None]
+    ) -> Plan:
+        """One plan for this call and those ahead; where there is none, one for calls that have no batches of
+        their own: those that have are refused when they come."""
+        tried: list[Infeasible] = []
+        for known in ahead.each():
+            try:
+                return plans.repeated(graph, free(known) or 0, whole, known)
+            except Infeasible as no:
+                tried.append(no)
+            if tried[0].missing > ahead.batches:
+                break
+        raise tried[0]
 
     def _entry(self, graph: Graph, plan: Plan, where: Cut, static: int, whole: Whole) -> Entry:
         ledger = self.session.ledger
@@ -438,9 +460,9 @@ class Compilation:
         if left <= 0 and not others:
             return Ahead()
         new, elsewhere = self._uncounted(modules), compat_capture.saving_hooks(traced=True)
-        if self.options.calls > len(modules):  # each may have a batch of its own
-            new += max(left, 0) * self._inputs()
-        return Ahead(max(left, 0), new, elsewhere, bool(others), self._taken_by(others))
+        batches = max(left, 0) * self._inputs() if self.options.calls > len(modules) else 0
+        beside = self._taken_by(others)
+        return Ahead(max(left, 0), new + batches, elsewhere, bool(others), beside, batches)
 
     def _inputs(self) -> int:
         """Bytes of the inputs, but for parameters, buffers and what earlier graphs have made."""
