@@ -135,6 +135,27 @@ def test_a_step_that_is_compiled_whole_counts_gradients_and_state_once(mode, giv
     )
 
 
+class Weighted(Net):
+    """Looks at the gradient that its last layer has from the step before."""
+
+    def forward(self, x, y):
+        gradient = self.body[-1].weight.grad
+        return super().forward(x, y) * (1.0 if gradient is None else 1 + gradient.norm())
+
+
+def test_a_forward_pass_that_reads_gradients_is_planned():
+    """It is no optimizer's step, which runs as in eager."""
+    model, other = Weighted().eval(), Weighted().eval()
+    call = compiled(model, budget="90%")
+    for seed in range(3):
+        ((x, y),) = batches(256, 1, seed)
+        call(x, y).backward()
+        other(x, y).backward()
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    assert [p.kind for p in compiled_session(call).graphs] == ["training"] * 2
+
+
 # --- what the optimizer takes ---
 
 

@@ -92,8 +92,7 @@ class Compilation:
         self.graph_break = compat_dynamo.graph_break(gm)
         self.followed = self.graph_break is not None or compat_dynamo.inner()  # as far as is known
         self.placeholders = gm.graph.find_nodes(op="placeholder")
-        examples = [compat_dynamo.example_of(n) for n in self.placeholders if compat_dynamo.is_gradient(n)]
-        self.stepped = compat_distributed.storage_sizes(examples)  # gradients among its inputs
+        self.stepped = compat_distributed.storage_sizes(compat_dynamo.gradients_given(gm))
         self.attributes = compat_distributed.storage_sizes(compat_dynamo.attributes_of(gm))
         self.planned: PlannedGraph | None = None
         self.entry: Entry | None = None

@@ -367,9 +367,14 @@ def attributes_of(gm: GraphModule) -> list[torch.Tensor]:
     return [t for t in found if isinstance(t, torch.Tensor)]
 
 
-def is_gradient(node: Node) -> bool:
-    """Whether a Dynamo placeholder stands for what a tensor has in ``grad``."""
-    return source_name(node).endswith(".grad")
+def gradients_given(gm: GraphModule) -> list[torch.Tensor]:
+    """What a graph is given that tensors have in ``grad``, where no result of it is differentiated: it is a part of a
+    training step behind the backward pass, such as clipping and the optimizer's step."""
+    results = (n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes)
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in results):
+        return []
+    given = (example_of(n) for n in gm.graph.find_nodes(op="placeholder") if source_name(n).endswith(".grad"))
+    return [t for t in given if t is not None]
 
 
 @contextmanager
