@@ -94,6 +94,69 @@ def test_layers_share_a_budget_that_are_compiled_one_by_one(budget, mode):
     assert kept == whole if budget == "100%" else kept < 0.8 * whole
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.of, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.block = Block()
+
+    def forward(self, x):
+        q, k, v = self.of(self.norm(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.block(x + self.out((weights @ v).transpose(1, 2).reshape(x.shape)))
+
+
+def test_what_one_call_leaves_is_there_for_the_others():
+    """In compiled mode what counts is what all calls take, not each call's part of it: a candidate that takes more
+    while it runs, and keeps less, is not thrown away."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Attention() for _ in range(LAYERS)))
+    for layer in layers:
+        layer.compile(
+            backend="tightship", options={"budget": "60%", "seconds": 1, "mode": "compiled", "cache": None}
+        )
+    for _ in range(2):
+        layers.zero_grad()
+        layers(torch.randn(8, 32, WIDTH, requires_grad=True)).sum().backward()
+    ledger = compiled_session(layers[0]).ledger
+    assert ledger.planned_step() <= ledger.limit
+    (graph,) = compiled_session(layers[0]).graphs
+    assert graph.plan.lowered <= 6
+
+
+@pytest.mark.parametrize("how", ["compile", "wrapped", "forward"])
+@pytest.mark.parametrize("sized", [False, True])
+def test_layers_with_options_of_their_own_share_where_these_are_equal(how, sized):
+    """A dict in the loop that compiles them is another object each time, and the same budget."""
+    whole, first = one_by_one(how, budget="100%")
+    gradients(whole)
+    limit = compiled_session(first).ledger.limit * 4 // 5
+    torch._dynamo.reset()
+    model = Model()
+    for k, block in enumerate(model.blocks):
+        options = {"seconds": 1, "budget": limit if sized else "80%", "strict": True}
+        if how == "compile":
+            block.compile(backend="tightship", options=options)
+        elif how == "wrapped":
+            model.blocks[k] = torch.compile(block, backend="tightship", options=options)
+        else:
+            block.forward = torch.compile(block.forward, backend="tightship", options=options)
+    x = torch.randn(ROWS, WIDTH)  # the first layer's graph has no gradient of it, the others' have
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+    blocks = [b.forward if how == "forward" else b for b in model.blocks]
+    sessions = [compiled_session(b) for b in blocks]
+    assert all(s is sessions[0] for s in sessions)
+    assert len(sessions[0].ledger.entries) == LAYERS
+    assert sessions[0].ledger.planned_step() <= sessions[0].ledger.limit
+
+
 @pytest.mark.parametrize("how", ["compile", "wrapped", "forward"])
 def test_layers_are_known_that_will_run_the_same_code(how):
     """What one layer keeps leaves room for what the others will."""

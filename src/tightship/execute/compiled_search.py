@@ -82,7 +82,7 @@ class CompiledSearch(ABC, Generic[T]):
     placed = True
     """Whether what is compiled is placed in an arena."""
     held: int | None = None
-    """The most bytes beyond the static set that may stay between the passes, where there is such a limit."""
+    """Bytes beyond the static set that may stay between the passes, where there is such a limit."""
     unplanned: Unplanned
     row: Partition
 
@@ -366,12 +366,9 @@ class CompiledSearch(ABC, Generic[T]):
         return self.seen[key]
 
     def needs(self, replay: StepReplay) -> int:
-        """Bytes that a candidate needs: of what it keeps beyond ``held``, as many beyond the budget."""
+        """Bytes that a candidate needs."""
         peak = max(replay.peaks)
-        needed = max(peak, replay.static + place(replay)[1]) if self.placed else peak
-        if self.held is None or self.budget is None:
-            return needed
-        return max(needed, self.budget + replay.rest - self.held)
+        return max(peak, replay.static + place(replay)[1]) if self.placed else peak
 
     def ours(self, plan: Plan) -> Candidate[T]:
         return self.candidate(self.planned(plan), "tightship", plan=plan)

@@ -80,12 +80,6 @@ class Ahead:
             found[most, min(max(room - most, 0) // max(self.count, 1), rest)] = None
         return list(found)
 
-    def more(self, missing: int, need: int, rest: int) -> int:
-        """The bytes that all need more where both parts of one are ``missing`` so many."""
-        if self.elsewhere or not rest:
-            return missing
-        return math.ceil(missing * (need + self.count * rest) / rest)
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

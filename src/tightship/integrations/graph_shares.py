@@ -44,7 +44,8 @@ class Shares:
     entry: Entry | None = None
     static: int = 0
     missing: int = 0
-    _unplanned: tuple[int, int] = (0, 0)
+    _others: int = 0  # bytes that the division tried leaves calls ahead
+    _gradients: int = 0  # that each of them hands out
 
     def describe(self) -> object:
         """What limits depend on besides this graph, in short: kept code of another one is found out by its limit."""
@@ -96,15 +97,21 @@ class Shares:
         if room is None or not self.ahead.count:
             return None if room is None else self._left(u.static + room), self._most_kept(u)
         parts = self.ahead.parts(room, need, rest, gradients)
-        self.divisions, self._unplanned = len(parts), (need, rest)
+        self.divisions = len(parts)
         most, rest = parts[min(self.attempt, len(parts) - 1)]
+        self._others, self._gradients = room - most, gradients
         return u.static + most, None if self.ahead.elsewhere else rest
+
+    def beyond(self, rest: int) -> int:
+        """Bytes that calls ahead which keep ``rest`` between their passes take beyond what the division tried leaves
+        them; negative where they leave some of it to the one that runs."""
+        return self.ahead.count * max(rest, self._gradients) - self._others
 
     def of_all_calls(self, no: Infeasible) -> Infeasible:
         """``no``, which is about one call, with what all need who share its bytes."""
         if not self.ahead.count or no.at:  # or it is about all of them already
             return no
-        return no.needing(self.ahead.more(no.missing, *self._unplanned))
+        return no.needing(no.missing * (1 if self.ahead.elsewhere else 1 + self.ahead.count))
 
     def _beside_inputs(self) -> int:
         """Bytes of gradients among the inputs that nobody has counted as there all along."""

@@ -168,20 +168,25 @@ _sessions: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
 
 def _session(options: Mapping[str, Any]) -> Session:
-    """The options object stands for the call of torch.compile: it is the same for all graphs of a model."""
+    """The options object stands for the call of torch.compile: it is the same for all graphs of a model. Modules of
+    one model that are each compiled with equal options share a budget, as they share code."""
     session = _sessions.get(id(options)) if options else None
+    if session is None and options:
+        known = (_sessions.get(id(theirs)) for theirs in compat_dynamo.options_beside(options))
+        session = next(filter(None, known), None)
+        if session is not None:
+            session.given.append(options)
+            _sessions[id(options)] = session
     if session is None:
         chosen = read_options(options)
         step, outside = _step_memory(chosen)
-        session = Session(options, chosen, Ledger(chosen.budget, step))
+        session = Session([options], chosen, Ledger(chosen.budget, step))
         if chosen.accumulate or (step is not None and step.existing_gradients()):
             session.ledger.accumulates()
         if outside:
             session.say(outside)
         if options:
-            _sessions[id(options)] = (
-                session  # the session keeps the object, so its identity is not given away
-            )
+            _sessions[id(options)] = session
     return session
 
 
@@ -211,7 +216,7 @@ def compiled_session(compiled: Any) -> Session:
     if session is None:
         others = (_sessions.get(id(x)) for x in compat_dynamo.equal_options(compiled))
         session = next(filter(None, others), None) or compat_dynamo.frame_session(compiled)
-    return session or Session(options, CompileOptions(), Ledger(None))
+    return session or Session([options], CompileOptions(), Ledger(None))
 
 
 def _note_skipped(
@@ -227,9 +232,10 @@ def _note_skipped(
 
 @dataclass(eq=False)
 class Session(NotCopied):
-    """Everything planned under one call of torch.compile."""
+    """Everything planned under one call of torch.compile, or several with equal options for modules of one model.
+    ``given``: the options objects, which are kept, so that their identities are not given away."""
 
-    given: Mapping[str, Any]
+    given: list[Mapping[str, Any]]
     options: CompileOptions
     ledger: Ledger
     graphs: list[PlannedGraph | CompiledGraph] = field(default_factory=list)

@@ -343,8 +343,11 @@ class _Compilation:
             if peak != c.peak:
                 text = f"compiled, the passes need {peak} B and not the {c.peak} B that were replayed"
                 raise VerificationFailed([text], f"graph {self.name}")
+            within = c.budget
+            if within is not None and self.shares.ahead.count and not self.shares.ahead.elsewhere:
+                within -= self.shares.beyond(replay.rest)
             plan = StepPlan(
-                c.budget, replay.static, 0, 0, (), max(c.unplanned.peaks), c.saved, c.recomputed, c.seconds, c.source,
+                within, replay.static, 0, 0, (), max(c.unplanned.peaks), c.saved, c.recomputed, c.seconds, c.source,
                 c.lowered,
             )  # fmt: skip
             unplanned = c.unplanned

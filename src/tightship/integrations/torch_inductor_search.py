@@ -40,6 +40,8 @@ class Sharing(Protocol):
 
     def training_limit(self, unplanned: Unplanned) -> tuple[int | None, int | None]: ...
 
+    def beyond(self, rest: int) -> int: ...
+
 
 class Owner(Protocol):
     """What is used of the compilation that a search is for."""
@@ -92,6 +94,23 @@ class Search(CompiledSearch[Pair]):
             if self._model is not None:
                 self._model = self._model.holding(limit, self.held)
         return limit
+
+    def needs(self, replay: StepReplay) -> int:
+        """Bytes that a candidate needs; where others follow that nobody knows, of what it keeps beyond ``held``, as
+        many beyond the budget."""
+        needed = super().needs(replay)
+        if self.held is None or self.budget is None:
+            return needed
+        if self.owner.shares.ahead.count:
+            return self._as_one_of_all(needed, replay.rest)
+        return max(needed, self.budget + replay.rest - self.held)
+
+    def _as_one_of_all(self, needed: int, rest: int) -> int:
+        """``needed`` by one call, with its part of what all, which keep ``rest``, take beyond their bytes or leave of
+        them."""
+        assert self.budget is not None
+        spare = self.budget - needed - self.owner.shares.beyond(rest)
+        return self.budget - spare // (1 + self.owner.shares.ahead.count)
 
     def key(self, made: Pair) -> Hashable:
         return tuple(made.saved), tuple(map(compat_inductor.origin, made.backward.graph.nodes))
@@ -156,14 +175,17 @@ class Search(CompiledSearch[Pair]):
         return self.saving(saved) if saved else None
 
     def least(self, made: Pair) -> int:
-        """Static set, and what a partition saves beside inputs."""
+        """Static set, and what a partition saves beside inputs; with calls ahead, as `needs` has it."""
         primals = {n.name for n in made.forward.graph.find_nodes(op="placeholder")}
         sizes: dict[int, int] = {}
         for n in made.backward.graph.find_nodes(op="placeholder"):
             t = n.meta.get("val")
             if n.name not in primals and n.name in made.saved and isinstance(t, torch.Tensor):
                 sizes[t.untyped_storage()._cdata] = int(t.numel() * t.element_size())
-        return self.unplanned.static + sum(sizes.values())
+        saved = sum(sizes.values())
+        least = self.unplanned.static + saved
+        ahead = self.held is not None and self.owner.shares.ahead.count
+        return self._as_one_of_all(least, saved) if ahead else least
 
     def of_lean_graph(self) -> Search:
         joint, other = compat_inductor.lean_convolutions(self.joint)

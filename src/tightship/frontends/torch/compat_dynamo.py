@@ -264,8 +264,30 @@ def modules_beside() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
     are of the compiled one's class, itself included: one after the other, they are likely to run the code that is
     compiled now. And those of other classes. So of modules that a compiled one calls where its graph breaks. Empty
     where nothing is known."""
+    running, within = _running()
+    if not running:
+        return [], []
+    if inner() and within and within[0] is not within[-1]:
+        return _beside_within(within[0], within[-1])
+    compiled = _compiled_in(running[-1])
+    own, options = next((compiled[id(m)] for m in running if id(m) in compiled), (None, None))
+    sharing = [m for m, theirs in compiled.values() if theirs == options]
+    alike = [m for m in sharing if type(m) is type(own)]
+    return alike, [] if own is None else [m for m in sharing if type(m) is not type(own)]
+
+
+def options_beside(options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Options equal to these that modules within the outermost one that runs are compiled with: one for each where
+    every one was given its own."""
+    running, _ = _running()
+    rows = _compiled_in(running[-1]).values() if running else ()
+    return [theirs for _, theirs in rows if theirs is not options and theirs == options]
+
+
+def _running() -> tuple[list[torch.nn.Module], list[torch.nn.Module] | None]:
+    """The modules that run, the innermost first; and of these, up to what torch.compile was given."""
     running: list[torch.nn.Module] = []
-    within: list[torch.nn.Module] | None = None  # of these, up to what torch.compile was given
+    within: list[torch.nn.Module] | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if within is None and frame.f_code.co_filename == _eval_frame.__file__:
@@ -274,21 +296,19 @@ def modules_beside() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
         if isinstance(module, torch.nn.Module):
             running.append(_inside(module))
         frame = frame.f_back
-    if not running:
-        return [], []
-    if inner() and within and within[0] is not within[-1]:
-        return _beside_within(within[0], within[-1])
+    return running, within
+
+
+def _compiled_in(root: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, Any]]:
+    """The modules of ``root`` that are compiled by themselves, by identity, with their options."""
     compiled: dict[int, tuple[torch.nn.Module, Any]] = {}
-    for m in running[-1].modules():
+    for m in root.modules():
         runs = (getattr(m, "_compiled_call_impl", None), m.__dict__.get("forward"))
         if isinstance(m, _OptimizedModule):
             compiled[id(_inside(m))] = _inside(m), compiled_options(m)
         elif any(hasattr(f, "_torchdynamo_orig_callable") for f in runs):
             compiled[id(m)] = m, compiled_options(m if runs[0] is not None else runs[1])
-    own, options = next((compiled[id(m)] for m in running if id(m) in compiled), (None, None))
-    sharing = [m for m, theirs in compiled.values() if theirs == options]
-    alike = [m for m in sharing if type(m) is type(own)]
-    return alike, [] if own is None else [m for m in sharing if type(m) is not type(own)]
+    return compiled
 
 
 def _beside_within(
