@@ -290,7 +290,7 @@ class Compilation:
                 joint.program, cache=o.cache, seconds_per_op=o.seconds_per_op, seconds=o.planner.seconds
             )
         program = replace(program, notes=tuple(n for n in program.notes if "(tangents" not in n))
-        program = pinned(joint, program)
+        program = pinned(joint, program, followed=self.graph_break is not None)
         plan, where = self._within_budget(joint, program)
         unchecked = _unchecked(joint)
         values = _saved(program, where, unchecked)

@@ -46,7 +46,7 @@ class Joint:
     ``boundary`` is the op that brings the tangents, None in a forward pass alone. ``forward`` and
     ``backward`` hold, for each output of the graph, a ``Ref`` to its value or what it is instead (None, a
     number). ``nodes`` gives the fx node and the position among its results from which each storage that an
-    op defines comes.
+    op defines comes. ``copied`` are the storages that the model's own code has copied inputs to.
     """
 
     program: Program
@@ -55,6 +55,7 @@ class Joint:
     backward: tuple[Any, ...]
     tangents: tuple[int, ...]
     nodes: dict[int, tuple[Node, int]]
+    copied: frozenset[int] = frozenset()
 
     def node_of(self, storage: int) -> Node:
         """The fx node whose tensor spans the storage. Raises ``Unsupported`` where there is none."""
@@ -103,6 +104,7 @@ class _Lowering:
     tape: Tape = field(default_factory=Tape)
     env: dict[Node, Any] = field(default_factory=dict)
     made: dict[int, tuple[Node, int]] = field(default_factory=dict)
+    copied: set[int] = field(default_factory=set)
 
     def run(self) -> Joint:
         self.mode, self.place = compat.fake_mode(), _Place()
@@ -249,9 +251,19 @@ class _Lowering:
                 f"{n.target} at {origin_of(n)}", f"it does not run on fake tensors: {error}"
             ) from error
         self.env[n] = out
+        if n.target is torch.ops.aten.clone.default and self._is_input(args[0]):
+            self.copied.add(self.tape.storage(self.tape.value(out)))
         for k, t in enumerate(flat(out)):
             if isinstance(t, torch.Tensor) and isinstance(n.target, torch._ops.OpOverload):
                 self.made.setdefault(self.tape.storage(self.tape.value(t, str(origin_of(n)))), (n, k))
+
+    def _is_input(self, t: torch.Tensor) -> bool:
+        """Whether this is an input of the graph, or a view of one, but for parameters."""
+        node, _ = self.made.get(self.tape.storage(self.tape.value(t)), (None, 0))
+        if node is None or node.op != "placeholder":
+            return False
+        of = self.gm.graph.find_nodes(op="placeholder").index(node)
+        return of >= len(self.primals) or self.primals[of].role != "parameter"
 
     def _dropout_scale(self, n: Node) -> Any:
         """What eager multiplies a gradient behind dropout by: the number its forward pass had."""
@@ -307,6 +319,7 @@ class _Lowering:
         return Joint(
             program, boundary, renumbered(forward), renumbered(backward),
             tuple(number[v] for v in tangents or ()), nodes,
+            frozenset(storages[s] for s in self.copied if s in storages),
         )  # fmt: skip
 
 
@@ -341,13 +354,19 @@ def _check_overwritten(program: Program, boundary: int) -> None:
                 )
 
 
-def pinned(joint: Joint, program: Program) -> Program:
-    """``program`` (``joint``'s, perhaps measured) with what the caller gets after the forward pass kept from
-    then on: it may not be dropped and made again, because the caller has it."""
+def pinned(joint: Joint, program: Program, *, followed: bool = False) -> Program:
+    """``program`` (``joint``'s, perhaps measured) with what is not dropped and made again: what the caller gets after
+    the forward pass, because the caller has it; and what is made of inputs that may be others by then. These are
+    copies that the model makes of inputs (a queue of keys, before new ones are written to it), and, where other code
+    of the model ``followed``, what is made of buffers that eager's backward pass does not read."""
     graph = program.graph
     held = {graph.values[r.value].storage for r in joint.forward if isinstance(r, Ref)} - graph.static
-    definers = {graph.uses.definer[s] for s in held}
-    ops = tuple(replace(o, effect=True) if k in definers else o for k, o in enumerate(graph.ops))
+    once = {graph.uses.definer[s] for s in held | joint.copied}
+    if followed and joint.boundary is not None:
+        late = {s for k in range(joint.boundary + 1, len(graph.ops)) for s in graph.uses.reads[k]}
+        buffers = {graph.values[slot.value].storage for slot in program.slots if slot.role == "buffer"} - late
+        once |= {k for k in range(joint.boundary) if not buffers.isdisjoint(graph.uses.reads[k])}
+    ops = tuple(replace(o, effect=True) if k in once else o for k, o in enumerate(graph.ops))
     return replace(program, graph=graph.with_ops(ops))
 
 
