@@ -55,7 +55,7 @@ def compile_training(
 
     compiler = _aot_autograd(
         fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition_fn,
-        decompositions=masked_writes(),
+        decompositions=masked_writes(), keep_inference_input_mutations=True,
     )  # fmt: skip
     own = {"functionalize_rng_ops": False, "enable_autograd_cache": False, "backward_pass_autocast": "off"}
     with _config.patch(own), _as_eager(symbolic):
