@@ -80,7 +80,7 @@ def tensors_and_shards() -> Any:
 
 
 def tensors_and_shards_clipped() -> Any:
-    return both(Net, loss_of, words(), clip=0.3, wrap=lambda m: in_two_ways(m, sequence=True), before=2)
+    return both(Net, loss_of, words(12), clip=0.3, wrap=lambda m: in_two_ways(m, sequence=True), before=2)
 
 
 def uneven_and_tied() -> Any:

@@ -457,3 +457,29 @@ def test_what_two_calls_are_said_to_need_is_enough_for_both(mode):
     with pytest.raises(Infeasible) as no:
         discriminator(mode=mode, budget=250_000)
     assert discriminator(mode=mode, budget=no.value.best_peak) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_percentage_is_of_all_calls_that_were_said_though_the_first_step_has_one():
+    """Pipelines begin with one pass that finds out about shapes."""
+
+    def trained(model, call):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        given = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+        call(given[0]).pow(2).mean().backward()
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses = [call(x).pow(2).mean() for x in given]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch._dynamo.reset()
+    model = Model()
+    options = {"seconds": 1, "budget": "80%", "calls": 4, "strict": True}
+    compiled = torch.compile(model, backend="tightship", options=options)
+    found, other = trained(model, compiled), Model()
+    assert all(map(torch.equal, found, trained(other, other)))
+    ledger = compiled_session(compiled).ledger
+    assert len(ledger.entries) == 4
+    assert ledger.planned_step() <= ledger.limit

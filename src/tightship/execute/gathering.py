@@ -87,6 +87,11 @@ class Part(Gathering):
     def read(self, part: torch.Tensor) -> torch.Tensor:
         return super().read(part) if self.is_part(part) else self.given(part)
 
+    @property
+    def layout(self) -> tuple[Any, Any] | None:
+        """The mesh and the placements of eager's DTensor; None where it has a plain tensor."""
+        raise NotImplementedError
+
     def given(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a module reads of a tensor that code has put into the place of a part (``functional_call``)."""
         return tensor
@@ -198,6 +203,10 @@ class Shard(Part):
                 "call the model itself, or give fit the plain model and parallel=tightship.DataParallel(shard=True)",
             )  # fmt: skip
         return tensor
+
+    @property
+    def layout(self) -> tuple[Any, Any] | None:
+        return self.spec if self.by_torch else None
 
     @property
     def division(self) -> part_of_gradient.Division:
@@ -323,6 +332,10 @@ class Placed(Part):
         return DTensor.from_local(
             _plain(part), self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
+
+    @property
+    def layout(self) -> tuple[Any, Any]:
+        return self.mesh, self.placements
 
     @property
     def division(self) -> part_of_gradient.Division:

@@ -5,6 +5,7 @@ imagined, and with them.
 from __future__ import annotations
 
 import hashlib
+import math
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -351,10 +352,15 @@ class Replicas(NotCopied):
         if late := self._summands(gradients):
             gradients |= zip(late, reduced([gradients[n].clone() for n in late]), strict=True)
         norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
+        divided = {n: self.shards[n].divided for n in norms if n in self.shards}
+        layouts = [self.shards[n].layout if n in self.shards else None for n in norms]
+        for n, along in zip(list(norms), compat_distributed.stacked_along(layouts), strict=True):
+            for group, size in along:  # eager has it as summands of equal size
+                norms[n] = norms[n] / math.sqrt(size)
+                divided[n] = (*divided[n], group)
         rows: dict[tuple[str, ...], list[str]] = {}
-        for n in norms:
-            if n in self.shards:
-                rows.setdefault(self.shards[n].divided, []).append(n)
+        for n, groups in divided.items():
+            rows.setdefault(groups, []).append(n)
         for groups, parts in rows.items():
             for group in groups:
                 squares = summed(torch.stack([norms[n] for n in parts]) ** 2.0, group)

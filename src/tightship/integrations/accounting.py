@@ -99,6 +99,9 @@ class Ledger:
     _storages: dict[int, Place] = field(default_factory=dict)
     _training: _Share = field(default_factory=_Share)
     _evaluation: _Share = field(default_factory=_Share)
+    _said: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # by frame: calls, and what a percentage is with all
     _settled: bool = False
     _unmet: Infeasible | None = None  # why the graphs of the first step do not meet a percentage
     _rows: list[Entry] = field(default_factory=list)  # of the first step, as far as planned again
@@ -233,6 +236,7 @@ class Ledger:
         of it is. Raises ``Infeasible`` where they do not meet it."""
         if not self._settled:
             self._settled = True
+            self._await_said()
             rows = [self._current.get(p, e) for p, e in self.entries.items()]
             try:
                 self._check_step()
@@ -242,6 +246,13 @@ class Ledger:
                 self._unmet = no
         if self._unmet is not None:
             raise copy.copy(self._unmet).with_traceback(None)
+
+    def _await_said(self) -> None:
+        """The first step may have fewer calls of a graph than the caller says there are (a pass that finds out about
+        shapes, as pipelines make one): a percentage is of all that were said."""
+        for frame, (calls, limit) in self._said.items():
+            if sum(p[0] == frame for p in self.entries) < calls:
+                self._training.limit = max(self._training.limit or 0, limit)
 
     def _divide(self, rows: list[Entry]) -> None:
         if (limit := self.limit) is not None:
@@ -333,10 +344,13 @@ class Ledger:
         limit = self._limit(place, self._peak(earlier, own, shared, beside, training), shared, training)
         shared += ahead.static
         if ahead.count:
-            own *= 1 + ahead.count
+            own_calls = 1 + ahead.count
+            own *= own_calls
             if self.budget.bytes is None and not self._settled:
                 peak = self._peak(earlier, own, shared, beside, training)
                 limit = max(limit, self.budget.resolve(peak, static=shared))
+                if ahead.said and training:
+                    self._said[place[0]] = place[1] + own_calls, limit
         rests = sum(e.rest for e in earlier) if beside else 0
         rests += ahead.beside
         return limit - shared - rests - (self._others([*earlier, *own]) if training else 0)

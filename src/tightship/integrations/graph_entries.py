@@ -53,7 +53,7 @@ class Ahead:
     bytes of parameters and buffers that nobody has counted yet. ``elsewhere``: what they save is not kept;
     ``others``: modules of other classes are compiled beside them, which take so many bytes ``beside``, of a budget in
     bytes: a percentage grows with them. ``batches``: bytes among the static ones that are there if each call has a
-    batch of its own, and not what the call before it made."""
+    batch of its own, and not what the call before it made. ``said``: as many as the caller says."""
 
     count: int = 0
     static: int = 0
@@ -61,6 +61,7 @@ class Ahead:
     others: bool = False
     beside: int = 0
     batches: int = 0
+    said: bool = False
 
     def each(self) -> list[Ahead]:
         """The same with batches of their own, and without, which is for where that is too much."""

@@ -459,9 +459,10 @@ class Compilation:
         if left <= 0 and not others:
             return Ahead()
         new, elsewhere = self._uncounted(modules), compat_capture.saving_hooks(traced=True)
-        batches = max(left, 0) * self._inputs() if self.options.calls > len(modules) else 0
+        said = self.options.calls > len(modules)
+        batches = max(left, 0) * self._inputs() if said else 0
         beside = self._taken_by(others)
-        return Ahead(max(left, 0), new + batches, elsewhere, bool(others), beside, batches)
+        return Ahead(max(left, 0), new + batches, elsewhere, bool(others), beside, batches, said)
 
     def _inputs(self) -> int:
         """Bytes of the inputs, but for parameters, buffers and what earlier graphs have made."""

@@ -6,7 +6,7 @@ import ctypes
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -453,6 +453,20 @@ def laid_out(part: Any, layout: Layout | None) -> Any:
 def dividing_groups(mesh: Any, placements: Any) -> tuple[str, ...]:
     """Names of the groups whose ranks have different parts of a DTensor."""
     return tuple(mesh.get_group(k).group_name for k, x in enumerate(placements) if x.is_shard())
+
+
+def stacked_along(layouts: Sequence[tuple[Any, Any] | None]) -> list[list[tuple[str, int]]]:
+    """Of DTensors, by their meshes and placements (None: a plain tensor), the groups, with their sizes, along which
+    ``torch.stack`` makes summands of their norms that are none by themselves: where all have one mesh, each dimension
+    of it that divides another of them."""
+    if not layouts or any(row is None or row[0] != (layouts[0] or row)[0] for row in layouts):
+        return [[] for _ in layouts]
+    rows = [row for row in layouts if row is not None]
+    mesh, divided = rows[0][0], {k for _, p in rows for k, x in enumerate(p) if not x.is_replicate()}
+    return [
+        [(mesh.get_group(k).group_name, mesh.size(k)) for k in sorted(divided) if p[k].is_replicate()]
+        for _, p in rows
+    ]
 
 
 class Layout(NamedTuple):
