@@ -54,15 +54,15 @@ STRINGS: Final = (
 @dataclass(frozen=True)
 class Program:
     """A model and its graph: ``nodes[o]`` is the node, by position in the file, that op ``o`` runs. Values have
-    the names they have in the model. ``notes`` say what a user should know of how the model was read. ``fused``:
-    onnxruntime has made it of another model, and has fused all that it may. ``parts``: the values that are tensors
-    in a sequence, which have no name of their own in the model."""
+    the names they have in the model. ``notes`` say what a user should know of how the model was read. ``level``: how
+    far onnxruntime has optimized another model to make it, if it has. ``parts``: the values that are tensors in a
+    sequence, which have no name of their own in the model."""
 
     model: Model
     graph: Graph
     nodes: tuple[int, ...]
     notes: tuple[str, ...] = ()
-    fused: bool = False
+    level: str = "none"
     parts: frozenset[int] = frozenset()
 
 
