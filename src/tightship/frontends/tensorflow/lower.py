@@ -410,7 +410,8 @@ class _Lowering:
             return None
         if math.prod(d.size for d in node.attr["value"].tensor.tensor_shape.dim) > _AXES:
             return None
-        return [int(x) for x in tf.make_ndarray(node.attr["value"].tensor).reshape(-1)]
+        numbers = tf.make_ndarray(node.attr["value"].tensor)
+        return [int(x) for x in numbers.reshape(-1)] if numbers.dtype.kind in "iu" else None
 
     # --- what runs inside an op ---
 
