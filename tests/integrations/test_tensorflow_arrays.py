@@ -127,6 +127,28 @@ def test_sizes_that_a_loop_only_hands_on_are_known_in_it(frames: bool, tmp_path:
     assert_runs_as_planned(tmp_path, graph(sliced, frames=frames))
 
 
+def test_a_list_of_rows_of_several_lengths_has_the_bytes_of_all(tmp_path: Path) -> None:
+    def parts(x: Any) -> Any:
+        rows = tf.TensorArray(tf.float32, 3, infer_shape=False).split(tf.exp(x), [4, 20, 8])
+        return tf.ensure_shape(rows.read(1), (20, 64)) * 2.0
+
+    proto = graph(parts, frames=False)
+    with pytest.raises(UnknownSize, match=r"give --shape \S*TensorListGetItem:0=N"):
+        read(tmp_path, proto)
+    source = assert_runs_as_planned(tmp_path, proto, "TensorArrayV2Read/TensorListGetItem:0=20x64")
+    (size,) = [s.size for s in source.graph.storages if "TensorListSplit" in s.name]
+    assert 0 <= size - 32 * 64 * 4 <= 64
+
+
+def test_values_of_unknown_bytes_are_refused_with_what_helps(tmp_path: Path) -> None:
+    def ragged(x: Any) -> Any:
+        rows = tf.RaggedTensor.from_row_splits(x, [0, 4, 24, 32])
+        return tf.map_fn(lambda row: tf.reduce_sum(row, 0), rows, fn_output_signature=tf.float32)
+
+    with pytest.raises(UnknownSize, match=r"what RaggedTensorToVariant makes.*to_tensor"):
+        read(tmp_path, graph(ragged, frames=False))
+
+
 def test_sizes_behind_assertions_are_known(tmp_path: Path) -> None:
     """TensorFlow computes none of what waits for an assertion (`tf.image.ssim`)."""
 

@@ -406,7 +406,10 @@ class _Inference(Lists):
             asked = not self.open.isdisjoint(map(first_name, node.input))
             if self.deep or asked or node.op in FORWARDS_LISTS or self._is_left_out(node.name):
                 return Made("variant", (), 0, items=items or Items())
-            fault = "elements of type variant have no fixed size in bytes"
+            fault = (
+                f"unknown bytes of what {node.op} makes, a value that holds others (variant); give loops dense "
+                "tensors instead (tf.RaggedTensor.to_tensor), and leave datasets out of the graph (--fetch, --feed)"
+            )
             if items is not None:
                 fault = (
                     f"a list of tensors of unknown length; give --shape {self.around}{text}=N, the loop that "

@@ -168,6 +168,9 @@ class Lists:
                 if made.shape and made.shape[0]
                 else Items(0, 0)
             )
+        if node.op == "TensorListSplit":  # into rows of several lengths
+            count = math.prod(self._input(data[2]).shape)
+            return Items(count, -(-self._input(data[0]).nbytes // max(1, count)))
         if node.op in ("OptionalFromValue", "OptionalNone"):
             held = [self._input(i) for i in data]
             shape = held[0].shape if len(held) == 1 else None
