@@ -149,6 +149,55 @@ def test_values_of_unknown_bytes_are_refused_with_what_helps(tmp_path: Path) -> 
         read(tmp_path, graph(ragged, frames=False))
 
 
+OPEN = (tf.TensorShape([]), tf.TensorShape([None, 64]))
+
+
+def appended(x: Any, condition: Callable[..., Any], **options: Any) -> Any:
+    turn = lambda i, rows: (i + 2, tf.concat([rows, tf.tanh(x[:4]), rows[:1] * 2.0], 0))  # noqa: E731
+    return tf.while_loop(condition, turn, (0, tf.exp(x)), shape_invariants=OPEN, **options)[1]
+
+
+def below(limit: Any) -> Callable[..., Any]:
+    return lambda i, _: tf.logical_and(i < 9, i < limit)
+
+
+@pytest.mark.parametrize(
+    ("build", "rows"),
+    [
+        (lambda x: appended(x, lambda i, _: i < 9), 57),
+        (lambda x: appended(x, below(tf.shape(x)[0] // 8)), 42),
+        (lambda x: appended(x, lambda i, _: True, maximum_iterations=3), 47),
+        (lambda x: appended(x, lambda i, _: i < 1), 37),
+    ],
+    ids=["a limit", "two limits", "a maximum", "one turn"],
+)
+def test_what_a_loop_carries_may_grow(build: Callable[[Any], Any], rows: int, tmp_path: Path) -> None:
+    """By as much in every turn: a turn needs what the last one does."""
+    proto = graph(build, frames=False)
+    source = assert_runs_as_planned(tmp_path, proto)
+    assert run(proto).shape == (rows, 64)
+    assert next(v.shape for v in source.graph.values if v.name == "out") == (rows, 64)
+    before = rows - 5
+    plan = api.plan(source.graph).plan
+    assert plan.peak - source.graph.static_bytes >= (rows + before) * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x: appended(x, lambda i, rows: tf.reduce_sum(rows) < 9.0),
+        lambda x: tf.while_loop(lambda i, _: i < 5, lambda i, r: (i + 1, tf.concat([r, r], 0)), (0, x),
+                                shape_invariants=OPEN)[1],
+    ],
+    ids=["by data", "doubled"],
+)  # fmt: skip
+def test_what_grows_otherwise_is_refused_with_what_helps(build: Callable[[Any], Any], tmp_path: Path) -> None:
+    with pytest.raises(
+        UnknownSize, match=r"shape \[32, 64\] and then \[(37|64), 64\]; carry .*maximum_iterations"
+    ):
+        read(tmp_path, graph(build, frames=False))
+
+
 def test_sizes_behind_assertions_are_known(tmp_path: Path) -> None:
     """TensorFlow computes none of what waits for an assertion (`tf.image.ssim`)."""
 

@@ -9,7 +9,7 @@ error that names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -42,7 +42,17 @@ from tightship.frontends.tensorflow.lists import (
 )
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import FEEDS, HANDLES, in_order, name_of
-from tightship.frontends.tensorflow.shapes import form, known_shape, split_given, static_value, with_shapes
+from tightship.frontends.tensorflow.shapes import (
+    fill,
+    form,
+    known_shape,
+    plain,
+    read_as,
+    split_given,
+    static_value,
+    with_shapes,
+)
+from tightship.frontends.tensorflow.turns import Shape, grown, most_turns
 
 __all__ = ["Called", "Made", "Types", "infer", "variable_bytes"]
 
@@ -120,6 +130,7 @@ class _Inference(Lists):
         self.back = {m: back for f in frames.values() for m, (_, back) in f.carried.items()}
         self.nodes = {n.name: n for n in self.proto.node}
         self.called: dict[str, tuple[Called, ...]] = {}
+        self.grown: dict[str, tuple[list[Shape], list[Shape]]] = {}  # after a loop's first and last turn
         self.computed: dict[str, Any] = {}  # by result, sizes whose value is known
         self.learned: dict[str, tuple[int, ...]] = {}  # by result, shapes that TensorFlow is told
 
@@ -199,16 +210,19 @@ class _Inference(Lists):
             first, later = self.results.get(merge, ()), self.results.get(back, ())
             if first and later and first[0].shape != later[0].shape:
                 fault = f"the loop's value has shape {list(first[0].shape)} and then {list(later[0].shape)}"
-                raise UnknownSize(fault, place=f"{self.place}: node {merge!r}")
+                raise UnknownSize(
+                    f"{fault}; carry values of a fixed shape, or use control flow of v2",
+                    place=f"{self.place}: node {merge!r}",
+                )
         for name, called in self.called.items():
             if self.nodes[name].op in LOOPS:
-                given = [self._input(i) for i in self.nodes[name].input if not i.startswith("^")]
-                for k, (one, two) in enumerate(zip(given, _returned(called[1]), strict=False)):
-                    if two is not None and one.shape != two.shape:
-                        fault = (
-                            f"value {k} of the loop has shape {list(one.shape)} and then {list(two.shape)}"
-                        )
-                        raise UnknownSize(fault, place=f"{self.place}: node {name!r}")
+                given = [self._input(i).shape for i in self.nodes[name].input if not i.startswith("^")]
+                made = [m.shape if m else given[k] for k, m in enumerate(_returned(called[1]))]
+                begun, ends = self.grown.get(name, (made, given))
+                for k, (one, two) in enumerate(zip(ends, made, strict=False)):
+                    if one != two:
+                        fault = f"value {k} of the loop has shape {list(given[k])} and then {list(begun[k])}"
+                        raise UnknownSize(f"{fault}; {_STEADY}", place=f"{self.place}: node {name!r}")
 
     def _imported(self) -> dict[str, Any]:
         graph = tf.Graph()
@@ -229,17 +243,17 @@ class _Inference(Lists):
         whole.library.CopyFrom(self.library.proto)
         said = {text.removesuffix(":0"): sizes for text, sizes in self.learned.items()}
         for node in whole.node:
-            node.input[:] = [_read_as(i, said, self.computed) for i in node.input]
+            node.input[:] = [read_as(i, said, self.computed) for i in node.input]
             if node.name in self.constants:
-                _fill(node, self.constants[node.name], node.attr["dtype"].type)
+                fill(node, self.constants[node.name], node.attr["dtype"].type)
         for text, value in self.computed.items():
-            _fill(
-                whole.node.add(name=f"{_plain(text)}/computed"),
+            fill(
+                whole.node.add(name=f"{plain(text)}/computed"),
                 value,
                 self._tensor(text).dtype.as_datatype_enum,
             )
         for text, sizes in said.items():
-            shaped = whole.node.add(name=f"{_plain(text)}/shaped", op="EnsureShape", input=[text])
+            shaped = whole.node.add(name=f"{plain(text)}/shaped", op="EnsureShape", input=[text])
             shaped.attr["T"].type = self._tensor(text).dtype.base_dtype.as_datatype_enum
             shaped.attr["shape"].shape.CopyFrom(tf.TensorShape(sizes).as_proto())
         return whole
@@ -349,7 +363,29 @@ class _Inference(Lists):
     def _bodies(self, node: Any) -> tuple[Called, ...]:
         """The functions a node runs, with types for what it gives them."""
         given = [self._input(i) for i in node.input if not i.startswith("^")]
-        given = given if node.op in LOOPS else given[1:]
+        if node.op not in LOOPS:
+            return self._called_with(node, given[1:])
+        found = self._called_with(node, given)
+        begun, first = [m.shape for m in given], [m.shape if m else () for m in _returned(found[1])]
+        if begun == first:
+            return found
+        data = [i for i in node.input if not i.startswith("^")]
+        bodies = [self.library.body(n) for n in self.library.called(node)]
+        turns = most_turns(bodies[0], bodies[1], lambda k: self._constant(data[k]))
+        if turns:  # what a turn needs is counted of the last one
+            last = [self._of_shape(m, s) for m, s in zip(given, grown(begun, first, turns - 1), strict=True)]
+            found, self.grown[node.name] = self._called_with(node, last), (first, grown(begun, first, turns))
+        return found
+
+    @staticmethod
+    def _of_shape(made: Made, shape: tuple[int, ...]) -> Made:
+        """The same of another shape."""
+        if made.shape == shape or not math.prod(made.shape):
+            return made
+        return replace(made, shape=shape, nbytes=made.nbytes // math.prod(made.shape) * math.prod(shape))
+
+    def _called_with(self, node: Any, given: list[Made]) -> tuple[Called, ...]:
+        """The functions a node runs, with types for ``given``."""
         found, same = [], self._same_in_every_turn(node)
         for name in self.library.called(node):
             body = self.library.body(name)
@@ -433,6 +469,10 @@ class _Inference(Lists):
 
 _SMALL: Final = 64
 """Elements of a constant that is known inside of a loop or branch."""
+_STEADY: Final = (
+    "carry values of a fixed shape, or that grow by as much in each of a number of turns that is known "
+    "(tf.while_loop(..., maximum_iterations=n))"
+)
 _CHAIN: Final = 16
 """Times at most that sizes are computed of which others follow."""
 _NAMED: Final = 6
@@ -453,26 +493,6 @@ _SAYS: Final = {
 }  # fmt: skip
 """Kinds of handles, and the attribute that says the shape of what is read: of one number where there is none. The
 keys of these tables are single ones, which those of the others need not be."""
-
-
-def _plain(text: str) -> str:
-    return text.replace(":", "/")
-
-
-def _read_as(text: str, shaped: Collection[str], computed: Collection[str]) -> str:
-    """An input where results have been given shapes or values."""
-    name = first_name(text)
-    if name in computed:
-        return f"{_plain(name)}/computed"
-    return f"{_plain(name)}/shaped" if name in shaped else text
-
-
-def _fill(node: Any, value: Any, dtype: int) -> None:
-    """Make a node a constant."""
-    node.op = "Const"
-    node.attr.clear()
-    node.attr["dtype"].type = dtype
-    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
 
 
 def _returned(called: Called) -> tuple[Made | None, ...]:

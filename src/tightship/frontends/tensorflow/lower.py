@@ -444,6 +444,9 @@ class _Lowering:
             self.functions.setdefault(c.body.name, inner.turn())
         kept = _kept(called[-1], low[-1]) if loop else {}
         rows = [self._made(m, p, n).nbytes for m, p in given]
+        if loop:  # of what grows the last turn's, as its functions are given it
+            own = (called[-1].types.results[a][0].nbytes for a in called[-1].body.arguments)
+            rows = [max(pair) for pair in zip(rows, own, strict=True)]
         carried = sum(b for k, b in enumerate(rows) if k not in kept) if loop else 0
         return _Inside.of(n, low, carried, kept, every=loop)
 

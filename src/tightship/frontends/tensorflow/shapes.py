@@ -12,7 +12,9 @@ from tightship.errors import BadInput
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import FEEDS
 
-__all__ = ["form", "known_shape", "shapes_given", "split_given", "static_value", "with_shapes", "within"]
+__all__ = [
+    "fill", "form", "known_shape", "plain", "read_as", "shapes_given", "split_given", "static_value", "with_shapes",
+]  # fmt: skip
 
 
 def shapes_given(text: str | Iterable[str] | Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
@@ -45,14 +47,14 @@ def split_given(
     said: dict[str, tuple[int, ...]] = {}
     for text, sizes in shapes.items():
         name, _, port = text.partition(":")
-        if kinds.get(name, "Placeholder") in FEEDS and not (name not in kinds and within(name, functions)):
+        if kinds.get(name, "Placeholder") in FEEDS and not (name not in kinds and _within(name, functions)):
             fed[text] = sizes
         else:
             said[f"{name}:{port or 0}"] = sizes
     return fed, said
 
 
-def within(name: str, functions: Collection[str]) -> str:
+def _within(name: str, functions: Collection[str]) -> str:
     """The function that a name begins with."""
     ends = (k for k, c in enumerate(name) if c == "/")
     return next((name[:k] for k in ends if name[:k] in functions), "")
@@ -154,3 +156,24 @@ def known_shape(known: Any, noted: Any) -> tuple[int, ...] | None:
         return None
     merged = tuple(int(d.size) for d in noted.dim)
     return merged if known.is_compatible_with(merged) else None
+
+
+def plain(text: str) -> str:
+    """A node's name for a result."""
+    return text.replace(":", "/")
+
+
+def read_as(text: str, shaped: Collection[str], computed: Collection[str]) -> str:
+    """An input where results have been given shapes or values."""
+    name = text.removesuffix(":0")
+    if name in computed:
+        return f"{plain(name)}/computed"
+    return f"{plain(name)}/shaped" if name in shaped else text
+
+
+def fill(node: Any, value: Any, dtype: int) -> None:
+    """Make a node a constant."""
+    node.op = "Const"
+    node.attr.clear()
+    node.attr["dtype"].type = dtype
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
