@@ -440,7 +440,7 @@ def outcome(model: Model, packages: Path, folder: Path) -> dict[str, Any]:
     found |= {k: rows.get(k) for k in keys}
     if feeds is None:
         feeds = folder / "inputs.npz"
-        from tightship.integrations.onnx_compare import feeds_of
+        from tightship.integrations.onnx_feeds import feeds_of
         from tightship.sources import read_onnx
 
         np.savez(feeds, **feeds_of(read_onnx(path, model.shape or None)))

@@ -11,9 +11,11 @@ from onnx import TensorProto, helper
 
 from support.graphs import made, node, saved, tensor, value
 from tightship import api
+from tightship.errors import Unsupported
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
 from tightship.integrations.onnx_sessions import _read
+from tightship.integrations.onnx_write import write_model
 from tightship.integrations.onnxruntime import measure, random_feeds
 
 SIDE = [64, 64]
@@ -108,3 +110,56 @@ def test_a_run_and_its_first_node_may_begin_in_the_same_microsecond():
 
     found = _read(run(10) + run(20), ())
     assert (found.order, found.peak) == (("a", "b"), 128)
+
+
+def growing(turn, turns, start):
+    """A Loop that carries a matrix which ``turn`` makes from ``c`` and ``x``; ``turns`` of none are data."""
+    body = helper.make_graph(
+        [node("Identity", ["t"], ["on"]), *turn], "turn",
+        [value("i", [], TensorProto.INT64), value("t", [], TensorProto.BOOL), value("c", None)],
+        [value("on", [], TensorProto.BOOL), value("d", None)],
+    )  # fmt: skip
+    given = [tensor("yes", True), *([] if turns is None else [tensor("n", turns)])]
+    given += [tensor("zero", np.float32(0))] if start == "zero" else []
+    inputs = [value("x", [16, 64]), *([value("n", [], TensorProto.INT64)] if turns is None else [])]
+    nodes = [node("Loop", ["n", "yes", start], ["y"], body=body)]
+    return made(nodes, inputs, [value("y", None)], given, opset=17)
+
+
+APPENDED = [node("Relu", ["x"], ["e"]), node("Concat", ["c", "e"], ["d"], axis=0)]
+SUMMED = [node("ReduceMean", ["c"], ["e"], axes=[0], keepdims=1), node("Concat", ["e", "c"], ["d"], axis=0)]
+ADDED = [node("Add", ["c", "x"], ["e"]), node("Exp", ["e"], ["d"])]
+
+
+@pytest.mark.parametrize(
+    ("turn", "turns", "start", "rows"),
+    [
+        (APPENDED, 1, "x", 32),
+        (APPENDED, 2, "x", 48),
+        (APPENDED, 7, "x", 128),
+        (SUMMED, 20, "x", 36),
+        (ADDED, 5, "zero", 16),  # of one number, and from the first turn on a matrix
+        (ADDED, None, "zero", 16),
+    ],
+)
+def test_what_a_loop_carries_may_grow(tmp_path, turn, turns, start, rows):
+    path = saved(tmp_path, growing(turn, turns, start))
+    program = lower(read(path))
+    plan = api.plan_graph(program.graph).plan
+    assert next(v.shape for v in program.graph.values if v.name == "y") == (rows, 64)
+    write_model(program, plan, tmp_path / "out.onnx")
+    feeds = {"x": np.ones((16, 64), np.float32), **({} if turns is not None else {"n": np.array(5)})}
+    results = [measure(p, feeds).outputs[0] for p in (path, tmp_path / "out.onnx")]
+    assert results[0].shape == (rows, 64) and np.array_equal(*results)
+    measured = measure(tmp_path / "out.onnx", feeds).peak
+    assert measured <= plan.peak - program.graph.static_bytes <= 1.6 * measured
+
+
+@pytest.mark.parametrize(
+    ("turn", "turns"),
+    [([node("Concat", ["c", "c"], ["d"], axis=0)], 5), (APPENDED, None)],
+    ids=["doubled", "by data"],
+)
+def test_what_grows_otherwise_is_refused(tmp_path, turn, turns):
+    with pytest.raises(Unsupported, match=r"its type is \(16, 64\) before and \(32, 64\) after a turn"):
+        lower(read(saved(tmp_path, growing(turn, turns, "x"))))

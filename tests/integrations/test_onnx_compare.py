@@ -22,7 +22,8 @@ from tightship.errors import BadInput
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
 from tightship.integrations import onnx_compare, onnx_sessions
-from tightship.integrations.onnx_compare import Sessions, Use, compared, feeds_of, read_feeds, write_best
+from tightship.integrations.onnx_compare import Sessions, Use, compared, read_feeds, write_best
+from tightship.integrations.onnx_feeds import feeds_of
 from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION, write_model
 from tightship.integrations.onnxruntime import (
     AS_IT_IS,
@@ -226,28 +227,6 @@ def test_nodes_before_what_they_read_are_put_in_order(tmp_path):
     program = lower(read(path))
     assert any("in order" in note for note in program.notes)
     assert_written_runs_equal(program, path, tmp_path)
-
-
-def test_float16_is_planned_as_it_runs(tmp_path):
-    """The casts that the runtime puts in are planned, too."""
-    half = [tensor(n, weights(16, 16, 3, 3).astype(np.float16)) for n in "uvw"]
-    nodes, last = [], "x"
-    for k, name in enumerate("uvw"):
-        nodes += [
-            node("Conv", [last, name], [f"c{k}"], pads=[1, 1, 1, 1]),
-            node("Relu", [f"c{k}"], [f"r{k}"]),
-        ]
-        last = f"r{k}"
-    nodes += [node("Concat", ["r0", "r1", last], ["a"], axis=1), node("GlobalAveragePool", ["a"], ["y"])]
-    x, y = value("x", [1, 16, 32, 32], TensorProto.FLOAT16), value("y", None, TensorProto.FLOAT16)
-    original = lower(read(saved(tmp_path, made(nodes, [x], [y], half, opset=17))))
-    assert any("float16" in note for note in original.notes)
-    (tmp_path / "work").mkdir()
-    program = optimized(original, tmp_path / "work")
-    plan = api.plan_graph(program.graph).plan
-    write_model(program, plan, tmp_path / "out.onnx", PLANNED)
-    ran = measure(tmp_path / "out.onnx", feeds_of(original), level="all")
-    assert plan.peak - program.graph.static_bytes - 64 <= ran.peak <= plan.peak - program.graph.static_bytes
 
 
 @pytest.mark.parametrize("level", ["all", "extended", "basic", "none"])

@@ -80,5 +80,7 @@ def test_a_session_that_takes_more_than_was_planned_is_said():
         answer = Answer("planned", PLANNED, "any", tried, planned=planned)
         text = "\n".join(answer.lines())
         assert ("2.00 KiB by nodes, and 1.00 KiB were planned" in text) is said
-        assert ("ORT_DISABLE_ALL" in text) is said
+        assert ("ORT_DISABLE_ALL and session.disable_quant_qdq=1" in text) is said
         assert answer.rows()["planned"] == planned
+    said = "\n".join(Answer("planned", PLANNED, "any", tried, planned=1024, cast=True).lines())
+    assert "plan without --optimize" in said and "ORT_DISABLE_ALL" not in said  # casts are put in there, too

@@ -18,7 +18,7 @@ from tightship.errors import BadInput, Infeasible, UnknownSize, Unsupported
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
 from tightship.frontends.onnx.types import STRING
-from tightship.integrations.onnx_compare import feeds_of
+from tightship.integrations.onnx_feeds import feeds_of
 from tightship.integrations.onnx_write import write_model
 from tightship.integrations.onnxruntime import PLANNED, measure
 

@@ -22,7 +22,8 @@ import onnxruntime
 
 from tightship.errors import BadInput, Unsupported
 from tightship.files import part_of, unreadable, unwritable
-from tightship.frontends.onnx.lower import Program
+from tightship.frontends.onnx.lower import HALF, Program
+from tightship.integrations.onnx_feeds import Draw, draws
 from tightship.integrations.onnx_sessions import (
     AS_IT_IS,
     PLANNED,
@@ -34,11 +35,11 @@ from tightship.integrations.onnx_sessions import (
     compared,
 )
 from tightship.integrations.onnx_write import bring_data, write_model
-from tightship.integrations.onnxruntime import check_room, portable, random_feeds
+from tightship.integrations.onnxruntime import check_room, portable
 from tightship.plan import Plan
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["Answer", "Sessions", "Use", "compared", "feeds_of", "read_feeds", "write_best"]
+__all__ = ["Answer", "Sessions", "Use", "compared", "read_feeds", "write_best"]
 
 _AT_ONCE: Final = 2
 """Sessions that take turns."""
@@ -59,7 +60,7 @@ _CALLED: Final = {
 class Answer:
     """What was written (a way of `_WAYS` to run the planned order, or ``as it was``), how a session
     should run it, what was ``tried`` in that order, why nothing was compared, if nothing was, and the bytes that are
-    ``planned`` at nodes' ends."""
+    ``planned`` at nodes' ends. ``cast``: there is float16, for which a session puts in casts whatever its options."""
 
     file: str
     session: Mapping[str, Any]
@@ -67,6 +68,7 @@ class Answer:
     tried: Mapping[str, Sessions]
     failure: str = ""
     planned: int | None = None
+    cast: bool = False
 
     def rows(self) -> dict[str, Any]:
         """As the keys that other programs read (``--json``)."""
@@ -111,7 +113,8 @@ class Answer:
                 f"{format_bytes(best.file.requested)} by nodes, and {format_bytes(self.planned)} were planned"
             )
             yield f"it takes {sizes}: a session makes other nodes of a file when it loads it"
-            yield "plan without --optimize, so that what runs is what is planned, or run it with ORT_DISABLE_ALL"
+            own = "" if self.cast else ", or run it with ORT_DISABLE_ALL and session.disable_quant_qdq=1"
+            yield f"plan without --optimize, so that what runs is what is planned{own}"
 
 
 def _use(use: Use) -> str:
@@ -123,20 +126,6 @@ def _use(use: Use) -> str:
 
 
 # --- what runs are given ---
-
-
-_BELOW = (4, 2, 1)
-"""Bounds of whole numbers among random inputs, tried in turn: they may be indices of a table of one row."""
-
-
-def feeds_of(program: Program, below: int = _BELOW[0]) -> dict[str, Any]:
-    """Random inputs of the sizes that a model was planned for, with whole numbers ``below`` one."""
-    graph = program.graph
-    sizes = {
-        graph.values[v].name: graph.values[v].shape for v in graph.inputs
-        if graph.storages[graph.values[v].storage].kind == "input"
-    }  # fmt: skip
-    return random_feeds(program.model.path, sizes, below=below)
 
 
 def read_feeds(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -151,6 +140,16 @@ def read_feeds(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 # --- the file that is best ---
+
+
+def _left_to_do(program: Program) -> dict[str, Any]:
+    """What a session does with a file when it loads it: nothing with one that is optimized in every way, so that what
+    was planned is what runs, to the bit as the model does by default. A second time it would optimize further."""
+    done = program.level
+    return {
+        "level": "disabled" if done == "all" else "all",
+        "fuse_quantized": done not in ("extended", "all"),
+    }
 
 
 def write_best(
@@ -194,14 +193,14 @@ def _best(
     """As `write_best`; ``brought``: the files of data that were made beside the file."""
     portability, planned = portable(program.model)[0], plan.peak - plan.static
     tried: dict[str, Sessions] = {}
-    bounds, failure = list(_BELOW), ""
+    chances, failure = draws(original), ""
     with part_of(target, ".onnx") as part:
         for name, way in _WAYS.items():
-            given = {**way, "fuse_quantized": not program.fused}
+            given = {**way, **_left_to_do(program)}
             brought.update(write_model(program, plan, part, given, named=target))
             try:
                 check_room(original, _AT_ONCE)
-                tried[name] = _on_inputs(original, part, given, feeds, bounds)
+                tried[name] = _on_inputs(original, part, given, feeds, chances)
             except Unsupported as error:
                 os.replace(part, target)
                 return Answer(name, given, portability, tried, str(error))
@@ -217,7 +216,8 @@ def _best(
                 return Answer(name, given, portability, tried, f"{error}{hint}")
             if must or tried[name].better:
                 os.replace(part, target)
-                return Answer(name, given, portability, tried, planned=planned)
+                cast = HALF in program.notes
+                return Answer(name, given, portability, tried, planned=planned, cast=cast)
     _remove(brought)
     brought.update(bring_data(original.model, target.parent))
     with part_of(target) as part:
@@ -231,16 +231,16 @@ def _on_inputs(
     file: Path,
     given: Mapping[str, Any],
     feeds: Mapping[str, Any] | None,
-    bounds: list[int],
+    chances: list[Draw],
 ) -> Sessions:
-    """Compared on ``feeds``, or on random inputs within the first of ``bounds`` on which the model runs; those before
-    it are taken out."""
-    while feeds is None and len(bounds) > 1:
+    """Compared on ``feeds``, or on the first random inputs of ``chances`` on which the model runs; those before them
+    are taken out."""
+    while feeds is None and len(chances) > 1:
         try:
-            return _again_if_close(original, file, given, feeds_of(original, bounds[0]))
+            return _again_if_close(original, file, given, chances[0].feeds(original))
         except DoesNotRun:
-            bounds.pop(0)
-    inputs = feeds_of(original, bounds[0]) if feeds is None else feeds
+            chances.pop(0)
+    inputs = chances[0].feeds(original) if feeds is None else feeds
     return _again_if_close(original, file, given, inputs)
 
 

@@ -126,8 +126,6 @@ _LIMITS: Final = (
 
 # --- the graph that the runtime makes of a model ---
 
-_PASSES: Final = 4
-"""Times that float16 models are optimized at most, until nothing changes: casts are put in last, and then join."""
 _DATA: Final = "weights.data"
 _INLINE: Final = 1 << 30
 """Bytes of a model's weights up to which those of the optimized one are written into its file."""
@@ -143,17 +141,7 @@ def optimized(
     Raises ``BadInput`` where the runtime does not load the model, ``Unsupported`` for sparse weights, and as `lower`.
     """
     model = program.model
-    source, found = model.path, None
-    for again in range(_PASSES if HALF in program.notes else 1):
-        within = folder / str(again)  # each with its data, which a session of the one before reads meanwhile
-        within.mkdir()
-        path = within / f"{model.path.stem}.onnx"
-        before = found
-        found = _optimized(source, path, level, program)
-        if before is not None and _kinds(before) == _kinds(found):
-            break
-        source = path
-    assert found is not None
+    found = _optimized(model.path, folder / f"{model.path.stem}.onnx", level, program)
     if has_sparse(found.proto):
         fault = "onnxruntime writes its sparse weights as onnx does not allow"
         raise Unsupported(str(model.path), fault, "plan with --optimize none")
@@ -166,11 +154,7 @@ def optimized(
     )
     made = lower(found, sizes, views=bool(meta["views"]), in_place=str(meta["in_place"]))
     kept = (n for n in made.notes if n != HALF)
-    return replace(made, notes=(*kept, *notes), fused=level in ("extended", "all"))
-
-
-def _kinds(model: Model) -> list[str]:
-    return sorted(n.op_type for n in model.proto.graph.node)
+    return replace(made, notes=(*kept, *notes), level=level)
 
 
 def _optimized(source: Path, path: Path, level: str, program: Program) -> Model:

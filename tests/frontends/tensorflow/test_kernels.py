@@ -23,6 +23,9 @@ SMALL = 256
 """Bytes of shapes, counters and rounding, by which plan and allocator may differ."""
 
 
+PACKED = np.random.default_rng(0).integers(-99, 99, (64, 64)).astype(np.int8)
+
+
 def turned(x: Any) -> Any:
     """By a kernel that does not write its result over its input."""
     return tf.reverse(x, [0])
@@ -64,6 +67,13 @@ BUILDS: dict[str, Callable[[Any], Any]] = {
     ),
     "a transposed convolution without padding": lambda x: tf.nn.conv2d_transpose(
         tf.reshape(x, (1, 16, 16, 8)), tf.ones((5, 5, 2, 8)), (1, 35, 35, 2), 2, "VALID"
+    ),
+    "weights that are made of packed ones": lambda x: (
+        x
+        @ (
+            tf.cast(tf.reshape(tf.bitwise.right_shift(tf.constant(PACKED), 4), (64, 64)), tf.float32)
+            * tf.repeat(tf.constant(PACKED[:64, :1] / 8.0, tf.float32), 64, 1)
+        )
     ),
     "numbers drawn from a constant": lambda x: tf.random.stateless_uniform((4, 16), [1, 2]) + x[0, 0],
 }

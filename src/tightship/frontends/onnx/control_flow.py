@@ -92,6 +92,7 @@ def _loop(walk: Walk, scope: Scope, k: int, node: Any, where: str) -> list[Tenso
     inner, made = once(carried)
     turns = turns_of(node, scope, inner, lambda n: _may_be_computed(n, inner), walk.opsets)
     if any(_grows(a, b) for a, b in zip(carried, made, strict=False)):
+        _check_carried(carried, made, where, walk)
         last, made_ = _after_turns(carried, made, turns, where)
         if last != carried:  # what a turn needs is counted of the last one
             walk.drop(scope, k, "body", unknown, notes)
@@ -99,8 +100,20 @@ def _loop(walk: Walk, scope: Scope, k: int, node: Any, where: str) -> list[Tenso
             made = [*made_, *stacked[len(carried) :]]
         else:
             made = [*made_, *made[len(carried) :]]
-    else:
+    elif turns == 0 or not _changes(carried, made):
         _check_carried(carried, made, where, walk)
+    elif turns != 1:
+        first = ends = made[: len(carried)]
+        walk.drop(scope, k, "body", unknown, notes)
+        inner, made = once(first)
+        if turns is not None and _changes(first, made):  # what a turn needs is counted of the last one
+            last, ends = (
+                [_grown(a, b, n) for a, b in zip(carried, first, strict=True)] for n in (turns - 1, turns)
+            )
+            walk.drop(scope, k, "body", unknown, notes)
+            inner, made = once(last)
+        if _changes(ends, made):
+            _check_carried(carried, first, where, walk)
     count: Dim = "" if turns is None else turns
     return [*made[: len(carried)], *(_stacked(t, 0, count) for t in made[len(carried) :])]
 
@@ -150,6 +163,21 @@ def _after_turns(
     return last, result
 
 
+def _changes(before: Sequence[TensorType], after: Sequence[TensorType]) -> bool:
+    """Whether a turn of a loop changes the shape of a tensor, all of whose sizes are known."""
+    pairs = [(a, b) for a, b in zip(before, after, strict=False) if not a.is_list]
+    known = all(a.known and b.known and a.dtype == b.dtype for a, b in pairs)
+    return known and any(a.shape != b.shape for a, b in pairs)
+
+
+def _grown(before: TensorType, after: TensorType, turns: int) -> TensorType:
+    """What a loop carries after so many turns that add what the first one does."""
+    if before.is_list or before.shape is None or after.shape is None or len(before.shape) != len(after.shape):
+        return before
+    pairs = zip(before.sizes, after.sizes, strict=True)
+    return replace(before, shape=tuple(max(0, a + (b - a) * turns) for a, b in pairs))
+
+
 def _may_be_computed(node: Any, inner: Scope) -> bool:
     """Whether a node of a body is one of those that shapes are computed with, and gives few elements."""
     types = [t for n in node.output if n and (t := inner.type(n)) is not None]
@@ -189,7 +217,7 @@ def _check_carried(before: Iterable[TensorType], after: Iterable[TensorType], wh
         if a != b and not (walk.unknown and _may_be_equal(a, b)):
             raise Unsupported(
                 f"{where}: value {n} that it carries", f"its type is {a.shape} before and {b.shape} after a turn",
-                "carry values of a fixed shape",
+                "carry values of a fixed shape, or that grow by as much in each of a number of turns that is known",
             )  # fmt: skip
 
 

@@ -54,15 +54,15 @@ STRINGS: Final = (
 @dataclass(frozen=True)
 class Program:
     """A model and its graph: ``nodes[o]`` is the node, by position in the file, that op ``o`` runs. Values have
-    the names they have in the model. ``notes`` say what a user should know of how the model was read. ``fused``:
-    onnxruntime has made it of another model, and has fused all that it may. ``parts``: the values that are tensors
-    in a sequence, which have no name of their own in the model."""
+    the names they have in the model. ``notes`` say what a user should know of how the model was read. ``level``: how
+    far onnxruntime has optimized another model to make it, if it has. ``parts``: the values that are tensors in a
+    sequence, which have no name of their own in the model."""
 
     model: Model
     graph: Graph
     nodes: tuple[int, ...]
     notes: tuple[str, ...] = ()
-    fused: bool = False
+    level: str = "none"
     parts: frozenset[int] = frozenset()
 
 
@@ -104,11 +104,12 @@ def lower(
 
 @dataclass
 class _Body:
-    """A graph inside a node: the graph, and the outside values it needs."""
+    """A graph inside a node: the graph, the outside values it needs, and the bytes of what it is given."""
 
     graph: Graph
     taken: list[str]
     flops: int
+    given: tuple[int, ...]
 
 
 @dataclass
@@ -345,7 +346,10 @@ class _Lowering:
         trips = int(count.reshape(())) if count is not None and count.size == 1 else 1
         states = max(0, len(node.input) - 2)
         # Tensors of sequences are handed on as they are.
-        carried = sum(self._size(n) for n in node.input[2:] if n and not self._type(n).is_list)
+        carried = sum(
+            max(self._size(n), own) for n, own in zip(node.input[2:], body.given[2:], strict=False)
+            if n and not self._type(n).is_list
+        )  # fmt: skip
         slices = sum(self._size(n) for n in node.output[states:] if n)
         inner = _needs(body.graph)
         # While a turn runs there is what the turn before it made, and single turns' slices; in the end, when turns
@@ -375,7 +379,8 @@ class _Lowering:
         outside = [self._adopted(n, low, owner) if n in low.constants else n for n in low.taken]
         name = scope.proto.name or "body"
         graph = low.builder.graph((*low.outputs(), *low.unread()), name)
-        return _Body(graph, outside, sum(o.flops for o in graph.ops))
+        given = tuple(low._size(i.name) for i in scope.proto.input)
+        return _Body(graph, outside, sum(o.flops for o in graph.ops), given)
 
     def _adopted(self, name: str, low: _Lowering, owner: str) -> str:
         """A constant of a graph inside this one becomes one of this graph: it is there all the time, too."""

@@ -40,14 +40,19 @@ DEEPEST: Final = 32
 
 @dataclass(frozen=True)
 class Body:
-    """A function as a graph: ``arguments`` are its placeholders, ``results`` what it returns (``node:port``), and
-    ``effects`` the nodes that run although nothing returned needs them."""
+    """A function as a graph: ``arguments`` are its placeholders, ``results`` what it returns (``node:port``) of
+    which ``types``, and ``effects`` the nodes that run although nothing returned needs them."""
 
     name: str
     proto: Any
     arguments: tuple[str, ...]
     results: tuple[str, ...]
     effects: tuple[str, ...]
+    types: tuple[int, ...]
+
+    def origin(self, text: str) -> str:
+        """The node that a result is handed on from."""
+        return _origin(text, {n.name: n for n in self.proto.node})
 
 
 class Library:
@@ -96,7 +101,8 @@ class Library:
             if node.op == "Placeholder" and "_output_shapes" in node.attr:
                 del node.attr["_output_shapes"]
         arguments = tuple(a.name for a in definition.signature.input_arg)
-        return Body(name, proto, arguments, tuple(map(_short, returned)), tuple(effects))
+        types = tuple(o.type for o in definition.signature.output_arg)
+        return Body(name, proto, arguments, tuple(map(_short, returned)), tuple(effects), types)
 
     def called(self, node: Any) -> list[str]:
         """The functions that a loop or a branch runs, by name; a loop's condition first."""
@@ -111,6 +117,16 @@ class Library:
         if node.op in CALLS:
             return str(node.attr["f"].func.name)
         return node.op if node.op in self.functions else ""
+
+
+def _origin(text: str, nodes: Mapping[str, Any]) -> str:
+    """What a result is handed on from by Identities; a cycle of them is nobody's."""
+    for _ in nodes:
+        node = nodes[name_of(text)]
+        if node.op != "Identity":
+            return text
+        text = node.input[0]
+    return ""
 
 
 def _short(given: str) -> str:
@@ -165,7 +181,7 @@ def _inline(whole: Any, call: Any, body: Body) -> None:
     after = [*waits, *(f"^{name_of(i)}" for i in data), *(renamed(f"^{e}") for e in body.effects)]
     last.input.extend([*map(renamed, body.results), *dict.fromkeys(after)])
     if body.results:
-        last.attr["T"].list.type.extend(call.attr["Tout"].list.type)
+        last.attr["T"].list.type.extend(body.types)  # a call by the function's name has no attribute of them
     if "_output_shapes" in call.attr:
         last.attr["_output_shapes"].CopyFrom(call.attr["_output_shapes"])
 
@@ -345,7 +361,24 @@ def acyclic(proto: Any, frames: Iterable[Frame]) -> Any:
             node.op = "Identity" if node.op == "Enter" else "RefIdentity"
             for key in [k for k in node.attr if k not in ("T", "_output_shapes")]:
                 del node.attr[key]
+    handed_on = _handed_on(proto, frames)
+    for node in whole.node:
+        node.input[:] = [handed_on.get(i, i) for i in node.input]
     return whole
+
+
+def _handed_on(proto: Any, frames: Iterable[Frame]) -> dict[str, str]:
+    """The Enter that is read instead of a Switch's sides, where the loop only hands on what they have: sizes, mostly,
+    whose value TensorFlow does not know behind a Switch."""
+    nodes = {n.name: n for n in proto.node}
+    found: dict[str, str] = {}
+    for frame in frames:
+        switches = {n: nodes[n] for n in frame.members if nodes[n].op in SWITCHES}
+        for merge, (enter, back) in frame.carried.items():
+            name = name_of(_origin(nodes[back].input[0], nodes))
+            if name in switches and name_of(switches[name].input[0]) == merge:
+                found |= {side: enter for side in (name, f"{name}:1")}
+    return found
 
 
 def alive_when(proto: Any) -> dict[str, frozenset[tuple[str, int]]]:

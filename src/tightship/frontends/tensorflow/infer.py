@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any, Final
 
 import tensorflow as tf
@@ -30,49 +29,32 @@ from tightship.frontends.tensorflow.functions import (
     frames_of,
     inlined,
 )
+from tightship.frontends.tensorflow.lists import (
+    FORWARDS_LISTS,
+    GROWS,
+    READS_ARRAY,
+    STRING,
+    WRITES_ARRAY,
+    Items,
+    Lists,
+    Made,
+    first_name,
+)
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import FEEDS, HANDLES, in_order, name_of
-from tightship.frontends.tensorflow.shapes import form, known_shape, split_given, static_value, with_shapes
+from tightship.frontends.tensorflow.shapes import (
+    fill,
+    form,
+    known_shape,
+    plain,
+    read_as,
+    split_given,
+    static_value,
+    with_shapes,
+)
+from tightship.frontends.tensorflow.turns import Shape, grown, most_turns
 
-__all__ = ["Called", "Items", "Made", "Types", "infer", "variable_bytes"]
-
-_STRING = 24  # bytes of an element of a string tensor, whose text lies elsewhere
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A list of tensors: how many, and the bytes and the shape of each; none where it is not known yet."""
-
-    count: int | None = None
-    nbytes: int | None = None
-    shape: tuple[int, ...] | None = None
-
-    def total(self) -> int | None:
-        return None if self.count is None or self.nbytes is None else self.count * self.nbytes
-
-    def or_else(self, other: Items | None) -> Items:
-        """What is known of either."""
-        if other is None:
-            return self
-        return Items(
-            other.count if self.count is None else self.count,
-            other.nbytes if self.nbytes is None else self.nbytes,
-            other.shape if self.shape is None else self.shape,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """One result of a node: element type, shape, bytes. ``handle``: it is a variable's handle, ``variable`` its
-    shape, where that is known; ``ref``: a variable's own bytes; ``items``: of a list of tensors."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    handle: bool = False
-    ref: bool = False
-    items: Items | None = None
-    variable: tuple[int, ...] | None = None
+__all__ = ["Called", "Made", "Types", "infer", "variable_bytes"]
 
 
 @dataclass(frozen=True)
@@ -112,9 +94,11 @@ def infer(
     return _Inference(str(file.path), proto, library, frames, needed, said=said, whole=whole).run()
 
 
-class _Inference:
+class _Inference(Lists):
     """The types of one graph; ``given``: what a function's placeholders are given; ``deep``: functions around it;
-    ``said``: shapes of results that follow from data; ``whole``: it is all planned, as nothing is fetched."""
+    ``said``: shapes of results that follow from data, also of functions' nodes, of which it has ``heard`` those that
+    there are; ``whole``: it is all planned, as nothing is fetched; ``function``: which one it is; ``constants``:
+    those of its placeholders that have the same small value in every turn."""
 
     def __init__(
         self,
@@ -127,30 +111,35 @@ class _Inference:
         deep: int = 0,
         said: Mapping[str, tuple[int, ...]] | None = None,
         whole: bool = False,
+        function: str = "",
+        heard: set[str] | None = None,
+        constants: Mapping[str, Any] | None = None,
     ) -> None:
         if deep > DEEPEST:
             raise BadInput(f"functions call each other more than {DEEPEST} deep", place=place)
-        self.place, self.library, self.needed, self.given, self.deep = (
-            place,
-            library,
-            needed,
-            given or {},
-            deep,
-        )
-        self.proto = acyclic(proto, frames.values())
+        around = f"{function}/" if function else ""
+        nodes = acyclic(proto, frames.values())
+        self.all_said, self.heard = said or {}, set[str]() if heard is None else heard
+        known = {n.name for n in nodes.node}
+        texts = {t: t.removeprefix(around) for t in self.all_said if t.startswith(around)}
+        own = {text: t for t, text in texts.items() if text.partition(":")[0] in known}
+        self.heard.update(own.values())
+        super().__init__(place, around, {text: self.all_said[t] for text, t in own.items()})
+        self.proto, self.library, self.needed, self.deep, self.whole = nodes, library, needed, deep, whole
+        self.given, self.constants = given or {}, constants or {}
         self.back = {m: back for f in frames.values() for m, (_, back) in f.carried.items()}
         self.nodes = {n.name: n for n in self.proto.node}
-        self.results: dict[str, tuple[Made, ...]] = {}
         self.called: dict[str, tuple[Called, ...]] = {}
-        self.said, self.whole = said or {}, whole
+        self.grown: dict[str, tuple[list[Shape], list[Shape]]] = {}  # after a loop's first and last turn
+        self.computed: dict[str, Any] = {}  # by result, sizes whose value is known
         self.learned: dict[str, tuple[int, ...]] = {}  # by result, shapes that TensorFlow is told
 
     def run(self) -> Types:
         place = {n: k for k, n in enumerate(self.nodes)}
         read = {n: list(dict.fromkeys(map(name_of, node.input))) for n, node in self.nodes.items()}
         order = in_order(read, place.__getitem__)
-        teaching = [n for n in order if self.nodes[n].op in LOOPS | BRANCHES or self.nodes[n].op in _ELEMENT]
-        for _ in range(len(teaching) + len(self.said) + 1):
+        teaching = [n for n in order if self.nodes[n].op in LOOPS | BRANCHES | _ELEMENT.keys() | WRITES_ARRAY]
+        for _ in range(len(teaching) + len(self.said) + _CHAIN):
             self.ops = self._imported()
             self._check_placeholders()
             learned = self._walk(order)
@@ -160,6 +149,8 @@ class _Inference:
                 break
         self._check_results()
         self._invariant()
+        if not self.deep and (never := [t for t in self.all_said if t not in self.heard]):
+            raise BadInput(f"unknown result {never[0]!r}: the function has no such node", place="--shape")
         rest = {n: () for n in self.nodes if n not in self.results}  # on a cycle
         ops = self.ops
         stateful = frozenset(n for n, op in ops.items() if op.op_def.is_stateful)
@@ -189,7 +180,7 @@ class _Inference:
     def _check_results(self) -> None:
         """Raise ``UnknownSize`` naming results without sizes, ``BadInput`` where one has another than it was said."""
         for text, sizes in self.said.items():
-            if text in self.learned:
+            if text in self.learned or text in self.counted:
                 continue
             name, _, port = text.partition(":")
             outputs = self.ops[name].outputs
@@ -199,14 +190,16 @@ class _Inference:
             if not known.is_fully_defined() or tuple(known.as_list()) != sizes:
                 raise BadInput(f"{text} is {known} in the graph, not {list(sizes)}", place="--shape")
         unknown = [n for n in self.unknown if self.needed is None or name_of(n) in self.needed]
+        vague = [n for n in self.vague if self.needed is None or n in self.needed]
+        if vague and not unknown:
+            raise UnknownSize(self.vague[vague[0]], place=f"{self.place}: node {vague[0]!r}")
         if not unknown:
             return
         names = ", ".join(unknown[:_NAMED]) + f" and {len(unknown) - _NAMED} more" * (len(unknown) > _NAMED)
-        asked = "say them where the graph is made (tf.ensure_shape)"
-        if not self.deep:
-            name, _, port = unknown[0].partition(":")
-            letters = form(self.ops[name].outputs[int(port or 0)].shape)
-            asked = f"give --shape {unknown[0]}={letters}, or {asked}"
+        name, _, port = unknown[0].partition(":")
+        letters = form(self.ops[name].outputs[int(port or 0)].shape)
+        asked = f"give --shape {self.around}{unknown[0]}={letters}, or say them where the graph is made"
+        asked += " (tf.ensure_shape)"
         if self.whole:
             asked += "; what is not run can be left out: say what is, --fetch NAME"
         raise UnknownSize(f"unknown size of {names}; they follow from data: {asked}", place=self.place)
@@ -217,16 +210,19 @@ class _Inference:
             first, later = self.results.get(merge, ()), self.results.get(back, ())
             if first and later and first[0].shape != later[0].shape:
                 fault = f"the loop's value has shape {list(first[0].shape)} and then {list(later[0].shape)}"
-                raise UnknownSize(fault, place=f"{self.place}: node {merge!r}")
+                raise UnknownSize(
+                    f"{fault}; carry values of a fixed shape, or use control flow of v2",
+                    place=f"{self.place}: node {merge!r}",
+                )
         for name, called in self.called.items():
             if self.nodes[name].op in LOOPS:
-                given = [self._input(i) for i in self.nodes[name].input if not i.startswith("^")]
-                for k, (one, two) in enumerate(zip(given, _returned(called[1]), strict=False)):
-                    if two is not None and one.shape != two.shape:
-                        fault = (
-                            f"value {k} of the loop has shape {list(one.shape)} and then {list(two.shape)}"
-                        )
-                        raise UnknownSize(fault, place=f"{self.place}: node {name!r}")
+                given = [self._input(i).shape for i in self.nodes[name].input if not i.startswith("^")]
+                made = [m.shape if m else given[k] for k, m in enumerate(_returned(called[1]))]
+                begun, ends = self.grown.get(name, (made, given))
+                for k, (one, two) in enumerate(zip(ends, made, strict=False)):
+                    if one != two:
+                        fault = f"value {k} of the loop has shape {list(given[k])} and then {list(begun[k])}"
+                        raise UnknownSize(f"{fault}; {_STEADY}", place=f"{self.place}: node {name!r}")
 
     def _imported(self) -> dict[str, Any]:
         graph = tf.Graph()
@@ -241,30 +237,36 @@ class _Inference:
     def _whole(self) -> Any:
         """The graph with the functions of the file, and with the shapes of lists' elements that are known."""
         functional = self.deep > 0 and any(n.op in LOOPS | BRANCHES for n in self.proto.node)
-        if not functional and not self.learned:
+        if not functional and not self.learned and not self.constants and not self.computed:
             return self.proto
         whole = type(self.proto)(node=self.proto.node, versions=self.proto.versions)
         whole.library.CopyFrom(self.library.proto)
         said = {text.removesuffix(":0"): sizes for text, sizes in self.learned.items()}
         for node in whole.node:
-            texts = ((i, i.removesuffix(":0")) for i in node.input)
-            node.input[:] = [f"{t.replace(':', '/')}/shaped" if t in said else i for i, t in texts]
+            node.input[:] = [read_as(i, said, self.computed) for i in node.input]
+            if node.name in self.constants:
+                fill(node, self.constants[node.name], node.attr["dtype"].type)
+        for text, value in self.computed.items():
+            fill(
+                whole.node.add(name=f"{plain(text)}/computed"),
+                value,
+                self._tensor(text).dtype.as_datatype_enum,
+            )
         for text, sizes in said.items():
-            name, _, port = text.partition(":")
-            shaped = whole.node.add(name=f"{text.replace(':', '/')}/shaped", op="EnsureShape", input=[text])
-            shaped.attr["T"].type = self.ops[name].outputs[int(port or 0)].dtype.base_dtype.as_datatype_enum
+            shaped = whole.node.add(name=f"{plain(text)}/shaped", op="EnsureShape", input=[text])
+            shaped.attr["T"].type = self._tensor(text).dtype.base_dtype.as_datatype_enum
             shaped.attr["shape"].shape.CopyFrom(tf.TensorShape(sizes).as_proto())
         return whole
 
     def _walk(self, order: Iterable[str]) -> bool:
         """Types of all nodes in order; whether shapes became known that TensorFlow is to go on with."""
         self.unknown: list[str] = []
-        unknown: set[str] = set()  # of these and of those whose shapes are known by now
+        unknown = self.open = set[str]()  # of these and of those whose shapes are known by now
         found = False
         for name in order:
             node, op = self.nodes[name], self.ops[name]
             bodies: list[tuple[Made | None, ...]] = []
-            open_ = not unknown.isdisjoint(i.removesuffix(":0") for i in node.input)
+            open_ = not unknown.isdisjoint(map(first_name, node.input))
             if found and open_ and node.op in LOOPS | BRANCHES:
                 return True
             left_out = self._is_left_out(name)
@@ -287,19 +289,34 @@ class _Inference:
                 if shape is None and (inner := _agreed(bodies, k)) is not None:
                     shape, learned = inner.shape, True
                 if shape is None:
-                    unknown.add(f"{name}:{k}".removesuffix(":0"))
+                    unknown.add(first_name(f"{name}:{k}"))
                 if shape is None and self._learns(node, k, tensor.shape, unknown):
                     found, shape = True, ()
+                found |= shape is None and self._computes(node)
                 if shape is None and tensor.dtype.base_dtype not in (tf.variant, tf.resource):
                     self.unknown.append(name if node.op in FEEDS else f"{name}:{k}")
                     shape = ()
                 row.append(self._made(node, k, tensor.dtype, shape or (), bodies))
             self.results[name] = tuple(row)
+            found |= node.op in WRITES_ARRAY and self._array_learns(node)
             if learned and "output_shapes" in node.attr:
                 node.attr["output_shapes"].list.ClearField("shape")
                 node.attr["output_shapes"].list.shape.extend(tf.TensorShape(m.shape).as_proto() for m in row)
                 return True
         return found
+
+    def _tensor(self, text: str) -> Any:
+        name, _, port = text.partition(":")
+        return self.ops[name].outputs[int(port or 0)]
+
+    def _computes(self, node: Any) -> bool:
+        """Whether sizes that a node reads are known, and TensorFlow is told: it computes none behind an assertion."""
+        data = [i for i in node.input if not i.startswith("^") and first_name(i) not in self.computed]
+        tensors = {first_name(i): self._tensor(i) for i in data}
+        sizes = {i: t for i, t in tensors.items() if t.dtype.base_dtype.is_integer and t.op.type != "Const"}
+        found = {i: value for i, t in sizes.items() if (value := static_value(t)) is not None}
+        self.computed |= found
+        return bool(found)
 
     def _is_left_out(self, name: str) -> bool:
         return self.needed is not None and name not in self.needed
@@ -315,7 +332,7 @@ class _Inference:
             raise BadInput(f"{text} is {known} in the graph, not {list(shape)}", place="--shape")
         if shape is None and k == _ELEMENT.get(node.op):
             shape = self._element_shape(node, unknown)
-        if shape is None:
+        if shape is None or not known.is_compatible_with(shape):
             return False
         self.learned[text] = shape
         return True
@@ -324,12 +341,12 @@ class _Inference:
         """What a node takes out of a list, a table or a variable."""
         data = [i for i in node.input if not i.startswith("^")]
         held = self._input(data[0])
+        if node.op in READS_ARRAY:
+            return self._array_shape(node, data)
         if held.items is None:
             shape = self._read(node, held)
             if node.op == "LookupTableFindV2" and shape is not None:
-                return (
-                    None if data[1].removesuffix(":0") in unknown else (*self._input(data[1]).shape, *shape)
-                )
+                return None if first_name(data[1]) in unknown else (*self._input(data[1]).shape, *shape)
             return shape
         shape = held.items.shape
         if shape is not None and node.op == "TensorListStack":
@@ -346,8 +363,30 @@ class _Inference:
     def _bodies(self, node: Any) -> tuple[Called, ...]:
         """The functions a node runs, with types for what it gives them."""
         given = [self._input(i) for i in node.input if not i.startswith("^")]
-        given = given if node.op in LOOPS else given[1:]
-        found = []
+        if node.op not in LOOPS:
+            return self._called_with(node, given[1:])
+        found = self._called_with(node, given)
+        begun, first = [m.shape for m in given], [m.shape if m else () for m in _returned(found[1])]
+        if begun == first:
+            return found
+        data = [i for i in node.input if not i.startswith("^")]
+        bodies = [self.library.body(n) for n in self.library.called(node)]
+        turns = most_turns(bodies[0], bodies[1], lambda k: self._constant(data[k]))
+        if turns:  # what a turn needs is counted of the last one
+            last = [self._of_shape(m, s) for m, s in zip(given, grown(begun, first, turns - 1), strict=True)]
+            found, self.grown[node.name] = self._called_with(node, last), (first, grown(begun, first, turns))
+        return found
+
+    @staticmethod
+    def _of_shape(made: Made, shape: tuple[int, ...]) -> Made:
+        """The same of another shape."""
+        if made.shape == shape or not math.prod(made.shape):
+            return made
+        return replace(made, shape=shape, nbytes=made.nbytes // math.prod(made.shape) * math.prod(shape))
+
+    def _called_with(self, node: Any, given: list[Made]) -> tuple[Called, ...]:
+        """The functions a node runs, with types for ``given``."""
+        found, same = [], self._same_in_every_turn(node)
         for name in self.library.called(node):
             body = self.library.body(name)
             if len(body.arguments) != len(given):
@@ -360,19 +399,29 @@ class _Inference:
                     inner.attr["shape"].shape.CopyFrom(tf.TensorShape(made[inner.name].shape).as_proto())
             where = f"{self.place}: function {name!r}"
             frames = frames_of(proto, where)
-            types = _Inference(where, proto, self.library, frames, None, made, self.deep + 1).run()
+            inner_ = _Inference(
+                where, proto, self.library, frames, None, made, self.deep + 1, self.all_said, function=name,
+                heard=self.heard, constants={body.arguments[k]: value for k, value in same.items()},
+            )  # fmt: skip
+            types = inner_.run()
             found.append(Called(body, proto, frames, types))
         return tuple(found)
 
-    def _input(self, text: str) -> Made:
-        name, _, port = text.partition(":")
-        row = self.results.get(name, ())
-        if int(port or 0) >= len(row):
-            raise BadInput(f"unknown result {text}", place=self.place)
-        return row[int(port or 0)]
+    def _same_in_every_turn(self, node: Any) -> dict[int, Any]:
+        """Of what a loop or branch is given, by position, small values that are known, and that a loop only hands
+        on: sizes, mostly, that it computes others with."""
+        data = [i for i in node.input if not i.startswith("^")]
+        if node.op not in LOOPS:
+            data = data[1:]
+        else:
+            body = self.library.body(self.library.called(node)[1])
+            pairs = zip(body.arguments, body.results, data, strict=False)
+            data = [text if body.origin(result) == own else "" for own, result, text in pairs]
+        values = ((k, self._constant(text)) for k, text in enumerate(data) if text)
+        return {k: v for k, v in values if v is not None and v.size <= _SMALL and v.dtype.kind in "iub"}
 
     def _made(self, node: Any, k: int, dtype: Any, shape: tuple[int, ...], bodies: list[Any]) -> Made:
-        where = f"{self.place}: node {node.name!r}"
+        where, text = f"{self.place}: node {node.name!r}", f"{node.name}:{k}"
         base = dtype.base_dtype
         if node.name in self.given:
             made = self.given[node.name]
@@ -382,21 +431,29 @@ class _Inference:
                 "resource", (), self._held(node, where), handle=True, variable=self._variable(node, k)
             )
         if base != tf.variant:
-            nbytes = bounded(math.prod(shape) * (_STRING if base == tf.string else base.size), where)
+            nbytes = bounded(math.prod(shape) * (STRING if base == tf.string else base.size), where)
             return Made(base.name, shape, nbytes, ref=dtype._is_ref_dtype)
         items = self._list(node, k, bodies)
-        if items is None or (node.op not in _GROWS and items.total() is None):
-            # It is counted where it is made, or where it leaves the loop.
-            if self.deep or node.op in _FORWARDS_LISTS or self._is_left_out(node.name):
+        if items is not None and items.count is None and len(said := self.said.get(text, ())) == 1:
+            items = replace(items, count=said[0])
+            self.counted.add(text)
+        if items is None or (node.op not in GROWS and items.total() is None):
+            # It is counted where it is made, or where it leaves the loop; what it is made of is asked for first.
+            asked = not self.open.isdisjoint(map(first_name, node.input))
+            if self.deep or asked or node.op in FORWARDS_LISTS or self._is_left_out(node.name):
                 return Made("variant", (), 0, items=items or Items())
-            fault = "elements of type variant have no fixed size in bytes"
+            fault = (
+                f"unknown bytes of what {node.op} makes, a value that holds others (variant); give loops dense "
+                "tensors instead (tf.RaggedTensor.to_tensor), and leave datasets out of the graph (--fetch, --feed)"
+            )
             if items is not None:
                 fault = (
-                    "a list of tensors of unknown length; give the loop that fills it a maximum "
-                    "(tf.while_loop(..., maximum_iterations=n)), or the array its size and its elements' shape"
+                    f"a list of tensors of unknown length; give --shape {self.around}{text}=N, the loop that "
+                    "fills it a maximum (tf.while_loop(..., maximum_iterations=n)), or the array its size and its "
+                    "elements' shape"
                 )
             raise UnknownSize(fault, place=where)
-        empty = node.op in _GROWS
+        empty = node.op in GROWS
         return Made("variant", (), 0 if empty else bounded(items.total() or 0, where), items=items)
 
     def _variable(self, node: Any, k: int) -> tuple[int, ...] | None:
@@ -406,96 +463,18 @@ class _Inference:
             return tuple(shape.as_list()) if shape.is_fully_defined() else None
         data = [i for i in node.input if not i.startswith("^")]
         at = k if node.op in LOOPS | {"IdentityN"} else 0
-        hands_on = node.op in LOOPS | {"IdentityN"} | _FORWARDS_LISTS
+        hands_on = node.op in LOOPS | {"IdentityN"} | FORWARDS_LISTS
         return self._input(data[at]).variable if hands_on and at < len(data) else None
 
-    def _held(self, node: Any, where: str) -> int:
-        """Bytes of the tensors that a resource holds for the graph's own use (``TensorArray`` of v1, ``Stack``)."""
-        if node.op not in ("TensorArrayV3", "StackV2"):
-            return 0
-        data = [i for i in node.input if not i.startswith("^")]
-        shape = tf.TensorShape(node.attr["element_shape"].shape)
-        count = self._number(data[0]) if node.op == "TensorArrayV3" else None
-        if count is None or not shape.is_fully_defined():
-            fault = (
-                f"unknown size of what {node.op} holds; give its elements a shape, or use control flow of v2"
-            )
-            raise UnknownSize(fault, place=where)
-        size = int(tf.dtypes.as_dtype(node.attr["dtype"].type).size)
-        return bounded(count * int(shape.num_elements()) * size, where)
 
-    def _list(self, node: Any, k: int, bodies: list[Any]) -> Items | None:
-        """What is known of the list that a node hands on or makes."""
-        data = [i for i in node.input if not i.startswith("^")]
-        if node.op == "TensorListReserve":
-            return Items(self._number(data[1]), self._element(data[0], node.attr["element_dtype"].type))
-        if node.op == "EmptyTensorList":
-            most = self._number(data[1])
-            return Items(
-                None if most is None or most < 0 else most,
-                self._element(data[0], node.attr["element_dtype"].type),
-            )
-        if node.op == "TensorListFromTensor":
-            made = self._input(data[0])
-            return (
-                Items(made.shape[0], made.nbytes // made.shape[0], made.shape[1:])
-                if made.shape and made.shape[0]
-                else Items(0, 0)
-            )
-        if node.op in ("OptionalFromValue", "OptionalNone"):
-            held = [self._input(i) for i in data]
-            shape = held[0].shape if len(held) == 1 else None
-            return Items(1, sum(m.nbytes for m in held), shape) if held else Items()
-        given = [m.items for m in map(self._input, data) if m.items is not None]
-        if node.op in ("TensorListSetItem", "TensorListPushBack"):
-            item = self._input(data[-1])
-            return Items(given[0].count if given else None, item.nbytes, item.shape)
-        if node.op in LOOPS and k < len(data):
-            before = self._input(data[k]).items or Items()
-            later = bodies[0][k] if bodies and k < len(bodies[0]) else None
-            return (later.items or Items()).or_else(before) if later is not None else before
-        if node.op in BRANCHES:
-            found = [row[k].items for row in bodies if k < len(row) and row[k] is not None and row[k].items]
-            return reduce(Items.or_else, found) if found else None
-        if node.op in _FORWARDS_LISTS | {"AddN", "IdentityN", "TensorListPopBack", "ZerosLike"}:
-            known = self._input(data[k]).items if node.op == "IdentityN" else given[0] if given else None
-            back = self._items_of(self.back[node.name]) if node.name in self.back else None
-            return (known or Items()).or_else(back)
-        return None
-
-    def _items_of(self, name: str) -> Items | None:
-        row = self.results.get(name, ())
-        return row[0].items if row else None
-
-    def _number(self, text: str) -> int | None:
-        node = self.nodes[name_of(text)]
-        while node.op == "Identity":
-            node = self.nodes[name_of(node.input[0])]
-        if node.op == "TensorListLength":
-            items = self._input(node.input[0]).items
-            return None if items is None else items.count
-        value = self._constant(text)
-        return int(value.reshape(())) if value is not None and value.size == 1 else None
-
-    def _element(self, text: str, dtype: int) -> int | None:
-        """Bytes of an element of this shape, if all of it is known."""
-        shape = self._constant(text)
-        if shape is None or shape.ndim != 1 or (shape < 0).any():
-            return None
-        base = tf.dtypes.as_dtype(dtype)
-        return math.prod(map(int, shape)) * (_STRING if base == tf.string else int(base.size))
-
-    def _constant(self, text: str) -> Any:
-        """What a small tensor holds, where it is known before anything runs."""
-        name, _, port = text.partition(":")
-        outputs = self.ops[name].outputs
-        return static_value(outputs[int(port or 0)]) if int(port or 0) < len(outputs) else None
-
-
-_FORWARDS_LISTS: Final = frozenset(
-    "Identity Enter RefEnter Exit RefExit Merge RefMerge Switch RefSwitch NextIteration RefNextIteration "
-    "StopGradient Placeholder".split()
+_SMALL: Final = 64
+"""Elements of a constant that is known inside of a loop or branch."""
+_STEADY: Final = (
+    "carry values of a fixed shape, or that grow by as much in each of a number of turns that is known "
+    "(tf.while_loop(..., maximum_iterations=n))"
 )
+_CHAIN: Final = 16
+"""Times at most that sizes are computed of which others follow."""
 _NAMED: Final = 6
 """Values that a message names."""
 _RESERVED: Final = {("FusedBatchNormV3", 5): (0,), ("_FusedBatchNormEx", 5): (0,)}
@@ -504,6 +483,7 @@ aside for the gradient."""
 _ELEMENT: Final = {
     "TensorListElementShape": 0, "TensorListGetItem": 0, "TensorListPopBack": 1, "TensorListStack": 0,
     "ReadVariableOp": 0, "LookupTableFindV2": 0,
+    "TensorArrayReadV3": 0, "TensorArrayGatherV3": 0, "TensorArrayConcatV3": 0,
 }  # fmt: skip
 """Kinds that take elements out of a list, say their shape, or read a variable or table: as which result."""
 _SAYS: Final = {
@@ -513,8 +493,6 @@ _SAYS: Final = {
 }  # fmt: skip
 """Kinds of handles, and the attribute that says the shape of what is read: of one number where there is none. The
 keys of these tables are single ones, which those of the others need not be."""
-_GROWS: Final = frozenset(("TensorListReserve", "EmptyTensorList"))
-"""Lists that hold nothing when they are made."""
 
 
 def _returned(called: Called) -> tuple[Made | None, ...]:

@@ -198,8 +198,10 @@ class _Lowering:
 
     def foldable(self, kept: Collection[str]) -> frozenset[str]:
         """Nodes of constants alone, which a session works out once, before it runs. What would be much larger than
-        the constants (zeros of a shape) stays an op, or it would be there all the time."""
+        the constants (zeros of a shape) stays an op, or it would be there all the time, and with it what it is made
+        of: a session works out none of what an op reads that runs."""
         found: set[str] = set()
+        large: set[str] = set()
         for n in in_order(self.web.read, {n: k for k, n in enumerate(self.web.nodes)}.__getitem__):
             node, row = self.web.nodes[n], self.types.results[n]
             plain = node.kind not in CONTROL and n not in self.types.stateful and n not in self.types.called
@@ -209,9 +211,16 @@ class _Lowering:
             given = sum(self._made(m, p, n).nbytes for m, p in self._data(n))
             most = min(_FOLDED, max(_SMALL, 4 * given))
             small = all(m.nbytes <= most and m.items is None and not m.handle for m in row)
-            known = all(m in found or self._caller(m) == "constant" for m in self.web.read[n])
-            if plain and small and known and row and self.web.read[n] and n not in kept:
-                found.add(n)
+            read = [m for m in self.web.read[n] if self._caller(m) != "constant"]
+            known = all(m in found or m in large for m in read)
+            if plain and known and row and self.web.read[n] and n not in kept:
+                found.add(n) if small and not large.intersection(read) else large.add(n)
+        work = sorted(large)
+        while work:
+            for m in self.web.read[work.pop()]:
+                if m in found:
+                    found.remove(m)
+                    work.append(m)
         return frozenset(found)
 
     def _needed(self, wanted: tuple[str, ...]) -> set[str]:
@@ -410,7 +419,8 @@ class _Lowering:
             return None
         if math.prod(d.size for d in node.attr["value"].tensor.tensor_shape.dim) > _AXES:
             return None
-        return [int(x) for x in tf.make_ndarray(node.attr["value"].tensor).reshape(-1)]
+        numbers = tf.make_ndarray(node.attr["value"].tensor)
+        return [int(x) for x in numbers.reshape(-1)] if numbers.dtype.kind in "iu" else None
 
     # --- what runs inside an op ---
 
@@ -434,6 +444,9 @@ class _Lowering:
             self.functions.setdefault(c.body.name, inner.turn())
         kept = _kept(called[-1], low[-1]) if loop else {}
         rows = [self._made(m, p, n).nbytes for m, p in given]
+        if loop:  # of what grows the last turn's, as its functions are given it
+            own = (called[-1].types.results[a][0].nbytes for a in called[-1].body.arguments)
+            rows = [max(pair) for pair in zip(rows, own, strict=True)]
         carried = sum(b for k, b in enumerate(rows) if k not in kept) if loop else 0
         return _Inside.of(n, low, carried, kept, every=loop)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
 from tightship.errors import BadInput
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import FEEDS
 
-__all__ = ["form", "known_shape", "shapes_given", "split_given", "static_value", "with_shapes"]
+__all__ = [
+    "fill", "form", "known_shape", "plain", "read_as", "shapes_given", "split_given", "static_value", "with_shapes",
+]  # fmt: skip
 
 
 def shapes_given(text: str | Iterable[str] | Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
@@ -36,17 +39,25 @@ def shapes_given(text: str | Iterable[str] | Mapping[str, Any] | None) -> dict[s
 def split_given(
     proto: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """What is given of placeholders, or of nodes that there are not, and what of other results, by ``name:0``."""
+    """What is given of placeholders, or of nodes that there are not, and what of other results, by ``name:0``: those
+    of a function's nodes by ``function/name:0``."""
     kinds = {n.name: n.op for n in proto.node}
+    functions = {f.signature.name for f in proto.library.function}
     fed: dict[str, tuple[int, ...]] = {}
     said: dict[str, tuple[int, ...]] = {}
     for text, sizes in shapes.items():
         name, _, port = text.partition(":")
-        if kinds.get(name, "Placeholder") in FEEDS:
+        if kinds.get(name, "Placeholder") in FEEDS and not (name not in kinds and _within(name, functions)):
             fed[text] = sizes
         else:
             said[f"{name}:{port or 0}"] = sizes
     return fed, said
+
+
+def _within(name: str, functions: Collection[str]) -> str:
+    """The function that a name begins with."""
+    ends = (k for k, c in enumerate(name) if c == "/")
+    return next((name[:k] for k in ends if name[:k] in functions), "")
 
 
 def with_shapes(file: GraphFile, shapes: Mapping[str, tuple[int, ...]]) -> Any:
@@ -72,20 +83,63 @@ def with_shapes(file: GraphFile, shapes: Mapping[str, tuple[int, ...]]) -> Any:
     return proto
 
 
-def static_value(tensor: Any) -> Any:
-    """What a small tensor holds, where it is known before anything runs: TensorFlow knows shapes, and not one size
-    that is taken out of one, such as how many steps a sequence has."""
+def static_value(tensor: Any, deep: int = 0) -> Any:
+    """What a small tensor of sizes holds, where it is known before anything runs: TensorFlow knows shapes, and not
+    what is taken out of one and computed with, such as how many steps a sequence has."""
     value, op = tf.get_static_value(tensor), tensor.op
-    if value is not None or op.type != "StridedSlice":
+    if op.type == "ShapeN":
+        shape = op.inputs[tensor.value_index].shape
+        return np.array(shape.as_list()) if shape.is_fully_defined() else None
+    if value is not None or op.type not in _COMPUTED or deep > _DEEPEST:
         return value
-    whole, *bounds = [static_value(x) for x in op.inputs]
-    plain = not any(op.get_attr(f"{kind}_mask") for kind in ("begin", "end", "ellipsis", "new_axis"))
-    if not plain or whole is None or any(b is None or b.size != 1 for b in bounds) or whole.ndim != 1:
+    if not tensor.dtype.is_integer or (tensor.shape.num_elements() or 0) > _MOST:
+        return None
+    given = [static_value(x, deep + 1) for x in op.inputs]
+    if any(g is None or g.size > _MOST for g in given):
+        return None
+    try:
+        found = _COMPUTED[op.type](op, *given)
+        return None if found is None else np.asarray(found).astype(tensor.dtype.as_numpy_dtype)
+    except (ValueError, IndexError, TypeError, FloatingPointError):
+        return None
+
+
+def _taken(op: Any, whole: Any, *bounds: Any) -> Any:
+    """A `StridedSlice` of a row of numbers."""
+    plain = not any(op.get_attr(f"{kind}_mask") for kind in ("ellipsis", "new_axis"))
+    if not plain or any(b.size != 1 for b in bounds) or whole.ndim != 1:
         return None
     first, last, step = (int(b[0]) for b in bounds)
-    if not op.get_attr("shrink_axis_mask"):
-        return whole[first:last:step] if step > 0 else None
-    return whole[first] if -len(whole) <= first < len(whole) else None
+    if op.get_attr("shrink_axis_mask"):
+        return whole[first] if -len(whole) <= first < len(whole) else None
+    begin = None if op.get_attr("begin_mask") else first
+    return whole[begin : None if op.get_attr("end_mask") else last : step]
+
+
+def _divided(_op: Any, one: Any, other: Any) -> Any:
+    return one // other if np.all(other) else None
+
+
+_MOST: Final = 1024
+"""Elements of a tensor whose value is computed."""
+_DEEPEST: Final = 32
+_COMPUTED: Final[Mapping[str, Callable[..., Any]]] = {
+    "StridedSlice": _taken,
+    "Identity": lambda _, x: x,
+    "Cast": lambda _, x: x,
+    "Pack": lambda op, *rows: np.stack(rows, op.get_attr("axis")),
+    "ConcatV2": lambda _, *rows: np.concatenate(rows[:-1], int(rows[-1])),
+    "AddV2": lambda _, a, b: a + b,
+    "Sub": lambda _, a, b: a - b,
+    "Mul": lambda _, a, b: a * b,
+    "FloorDiv": _divided,
+    "Maximum": lambda _, a, b: np.maximum(a, b),
+    "Minimum": lambda _, a, b: np.minimum(a, b),
+    "Reshape": lambda _, x, shape: x.reshape(shape),
+    "ExpandDims": lambda _, x, axis: np.expand_dims(x, int(axis)),
+    "Prod": lambda op, x, axis: np.prod(x, tuple(np.ravel(axis)), keepdims=op.get_attr("keep_dims")),
+}
+"""Kinds of nodes that compute sizes, by NumPy's way to do the same."""
 
 
 def form(shape: Any) -> str:
@@ -102,3 +156,24 @@ def known_shape(known: Any, noted: Any) -> tuple[int, ...] | None:
         return None
     merged = tuple(int(d.size) for d in noted.dim)
     return merged if known.is_compatible_with(merged) else None
+
+
+def plain(text: str) -> str:
+    """A node's name for a result."""
+    return text.replace(":", "/")
+
+
+def read_as(text: str, shaped: Collection[str], computed: Collection[str]) -> str:
+    """An input where results have been given shapes or values."""
+    name = text.removesuffix(":0")
+    if name in computed:
+        return f"{plain(name)}/computed"
+    return f"{plain(name)}/shaped" if name in shaped else text
+
+
+def fill(node: Any, value: Any, dtype: int) -> None:
+    """Make a node a constant."""
+    node.op = "Const"
+    node.attr.clear()
+    node.attr["dtype"].type = dtype
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
