@@ -310,8 +310,8 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
     the fake tensors, so that it takes the path it takes in eager; otherwise it takes its tracing path.
     Attention asks for function modes, and takes a slower path under one: it is told of none.
     Without data, distributions do not check their arguments: whether to raise is a question to the data.
-    Setting random states and converting a module raise ``Unplannable``, and so does TorchScript that gradients go
-    through where steps are to run as they do in eager (``has_data``). With ``checkpoints``, these recompute as in
+    Setting random states and converting a module raise ``Unplannable``, and so do TorchScript that gradients go
+    through and ops that take functions where steps are to run as they do in eager (``has_data``). With ``checkpoints``, these recompute as in
     eager, and random states may be set.
     """
     with ExitStack() as stack:
@@ -319,6 +319,7 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
         if has_data:
             for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
                 enter(patched(script, "__call__", _without_gradients(script.__call__)))
+            enter(patched(torch._ops.HigherOrderOperator, "__call__", _refuse_subgraphs))
         _drawing_anew.set(False)  # code that failed in a checkpoint may have left it
         if not checkpoints:
             enter(patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
@@ -512,6 +513,14 @@ def _refuse_seed(*_args: object, **_kwargs: object) -> None:
             "the captured ops draw from the state they find, in the order of the step",
             "seed before the step",
         )
+    )
+
+
+def _refuse_subgraphs(op: Any, *_args: object, **_kwargs: object) -> None:
+    raise Unplannable(
+        f"{op.name()}, an op that takes functions,",
+        "it traces them by itself, on stand-ins, and its backward pass is of its own making",
+        "write the loop or the branch in Python",
     )
 
 
