@@ -311,8 +311,8 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
     Attention asks for function modes, and takes a slower path under one: it is told of none.
     Without data, distributions do not check their arguments: whether to raise is a question to the data.
     Setting random states and converting a module raise ``Unplannable``, and so do TorchScript that gradients go
-    through and ops that take functions where steps are to run as they do in eager (``has_data``). With ``checkpoints``, these recompute as in
-    eager, and random states may be set.
+    through and ops that take functions where steps are to run as they do in eager (``has_data``). With
+    ``checkpoints``, these recompute as in eager, and random states may be set.
     """
     with ExitStack() as stack:
         enter = stack.enter_context
