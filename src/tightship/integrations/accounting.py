@@ -420,15 +420,17 @@ class Ledger:
         limit, static = self.limit, sum(e.static for e in rows)
         if limit is None:
             return
-        for k, e in enumerate(rows):
-            if e.place == _OPTIMIZER:
-                continue  # `_check_step` is about that
-            need = static + rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
-            if need > limit:
-                raise Infeasible(
-                    budget=limit, lower_bound=static, best_peak=need, at=f"a pass of {name_of(rows, k)}",
-                    top=top_of(rows, k, static), advice=self._why_again(rows),
-                )  # fmt: skip
+        needs = [
+            (static + rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :]), -k)
+            for k, e in enumerate(rows)
+            if e.place != _OPTIMIZER  # `_check_step` is about that
+        ]
+        need, k = max(needs, default=(0, 0))
+        if need > limit:
+            raise Infeasible(
+                budget=limit, lower_bound=static, best_peak=need, at=f"a pass of {name_of(rows, -k)}",
+                top=top_of(rows, -k, static), advice=self._why_again(rows),
+            )  # fmt: skip
 
     def _why_again(self, rows: Sequence[Entry]) -> list[str]:
         """What to do where the same code runs again before the backward pass of an earlier call."""
