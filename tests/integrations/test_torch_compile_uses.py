@@ -33,6 +33,17 @@ def test_a_batch_of_another_size_is_planned_anew_and_kept(dynamic):
     assert len({p.plan.peak for p in compiled_plans(call)}) == 3
 
 
+def test_sizes_that_are_marked_as_dynamic_are_planned_one_by_one():
+    """Dynamo raised that the code made numbers of them."""
+    model, other = deep(), deep()
+    call = torch.compile(model, backend="tightship", options={**QUICK, "budget": "90%"})
+    for n in (48, 32, 48):
+        x = batch(n)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert equal(step(call, model, x), step(other, other, batch(n)))
+    assert sorted(p.name for p in compiled_plans(call)) == ["0/0", "0/1"]
+
+
 def test_more_sizes_than_dynamo_compiles_run_in_eager_after_a_warning():
     model, other = deep(2), deep(2)
     options = {**QUICK, "eager_fallback": True}

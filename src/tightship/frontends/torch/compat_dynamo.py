@@ -456,19 +456,30 @@ def in_our_words(error: Exception) -> Exception:
 def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
     """Makes every symbolic size of the graph's inputs the number it is now; whether there were any.
 
-    Dynamo guards on what was asked, so that other sizes are compiled anew.
+    Dynamo guards on what was asked, so that other sizes are compiled anew; those too that are marked as dynamic
+    (``torch._dynamo.mark_dynamic``), of which it would raise that they have become numbers. Raises ``Unsupported``
+    for nested tensors, whose rows' sizes are data.
     """
-    symbolic = False
+    symbols: list[Any] = []
+    if any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
+        instead = "pad it (to_padded_tensor), or hand in its values and lengths"
+        raise Unsupported("a nested tensor", "its bytes are those of several tensors", instead)
     for x in inputs:
         if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            symbolic = True
+            symbols.append(x)
             int(x) if isinstance(x, torch.SymInt) else bool(x) if isinstance(x, torch.SymBool) else float(x)
         elif isinstance(x, torch.Tensor):
-            for n in (*x.shape, *x.stride(), x.storage_offset()):
-                if isinstance(n, torch.SymInt):
-                    symbolic = True
-                    int(n)
-    return symbolic
+            sizes = [n for n in (*x.shape, *x.stride(), x.storage_offset()) if isinstance(n, torch.SymInt)]
+            symbols += sizes
+            for n in sizes:
+                int(n)
+    for env in {id(n.node.shape_env): n.node.shape_env for n in symbols}.values():
+        for tracked in getattr(env, "tracked_fakes", None) or ():
+            for kind in ("constraint_sizes", "constraint_strides"):
+                asked = getattr(tracked.symbolic_context, kind, None)
+                if isinstance(asked, list):
+                    asked[:] = [None] * len(asked)
+    return bool(symbols)
 
 
 def compiled_options(compiled: Any) -> dict[str, Any] | None:
