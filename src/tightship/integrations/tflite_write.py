@@ -16,15 +16,15 @@ import math
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from tightship.errors import BadInput, Unsupported
 from tightship.files import write_file
-from tightship.frontends.tflite import Operator, Program, Reader, Subgraph, Table
+from tightship.frontends.tflite import Model, Operator, Program, Reader, Subgraph, Table
 from tightship.graph import aligned
-from tightship.plan import Buffer, Plan, Problem, Solution
+from tightship.plan import Buffer, Plan, Problem
 from tightship.planners.packing import Search, pack
 from tightship.planners.place.orders import by_size_then_start
 from tightship.planners.place.problem import frame
@@ -34,6 +34,8 @@ __all__ = ["METADATA", "Arenas", "arena_problem", "planned_model", "write_model"
 
 METADATA: Final = "OfflineMemoryAllocation"
 _ALIGNMENT: Final = 16  # of tensors in TensorFlow Lite Micro's arena
+Key = tuple[int, int]
+"""A subgraph's index, and that of one of its tensors."""
 _SHIFT: Final = 64  # what the old bytes move by is a multiple of it, so that all of them stay aligned
 
 
@@ -73,7 +75,7 @@ def planned_model(program: Program, plan: Plan, *, offsets: bool = False) -> tup
 
     Raises ``BadInput`` for a plan of another graph, ``Unsupported`` for plans that do more than order, and for files
     whose tables do not lie as FlatBuffers are written, or which hold data outside of their tables."""
-    place, first = str(program.model.path), program.model.subgraphs[0]
+    place = str(program.model.path)
     if plan.digest != program.graph.digest:
         raise BadInput(f"the plan was made for another graph, of digest {plan.digest[:12]}", place=place)
     if other := sorted({s.kind for s in plan.steps} - {"compute", "free"}):
@@ -82,28 +84,20 @@ def planned_model(program: Program, plan: Plan, *, offsets: bool = False) -> tup
             "plan without --budget: the order alone",
         )  # fmt: skip
     order = [s.op for s in plan.steps if s.kind == "compute"]
-    before = _by_size(arena_problem(first, range(len(order)))[0])
+    lives = _Lives.of(program.model, range(len(order)))
+    before = _around(lives, {}, best_fit=not offsets)
     if not offsets:
-        planned = _by_size(arena_problem(first, order)[0])
+        planned = _around(_Lives.of(program.model, order), {}, best_fit=True)
         arenas = Arenas(before, planned, False, kept=planned > before)
         return _ordered(program, range(len(order)) if arenas.kept else order, place), arenas
-    numbers, planned = _offsets(program, order)
+    numbers, planned = _offsets(program.model, _Lives.of(program.model, order))
     if kept := planned > before:
         order = list(range(len(order)))
-        numbers, planned = _offsets(program, order)
+        numbers, planned = _offsets(program.model, lives)
     if planned >= 2**31:
         raise Unsupported(f"offsets in {place}", "an arena of more than 2 GiB", "write the order alone")
     content = struct.pack(f"<{3 + len(numbers)}i", 0, 0, len(numbers), *numbers)
     return _prefixed(_ordered(program, order, place), content, place), Arenas(before, planned, True, kept)
-
-
-def _by_size(problem: Problem) -> int:
-    """The arena of LiteRT's planner and of TensorFlow Lite Micro's: the largest first, each where it fits."""
-    if not problem.buffers:
-        return 0
-    framed = frame(problem)
-    offsets = framed.placer.pack(by_size_then_start(framed.arrays), best_fit=True)[0].tolist()
-    return max(x + b.size for x, b in zip(offsets, problem.buffers, strict=True))
 
 
 def _ordered(program: Program, order: Sequence[int], place: str) -> bytes:
@@ -123,39 +117,65 @@ def _ordered(program: Program, order: Sequence[int], place: str) -> bytes:
 # --- offsets ---
 
 
-def arena_problem(
-    graph: Subgraph, order: Sequence[int], left_out: frozenset[int] = frozenset()
-) -> tuple[Problem, list[int]]:
-    """What TensorFlow Lite Micro places for a subgraph, run in this order, and which tensors the first of these are:
-    inputs from the start, results to the end, all others from who makes them to who reads them last. Behind them,
-    the room that operators need while they run."""
-    last = max(len(order), 1)
-    since: dict[int, int] = dict.fromkeys(graph.inputs, 0)
-    until: dict[int, int] = dict.fromkeys(graph.inputs, 1)
-    for step, o in enumerate(order):
-        operator = graph.operators[o]
-        for t in (t for t in (*operator.outputs, *operator.intermediates) if t >= 0):
-            since.setdefault(t, step)
-            until[t] = max(until.get(t, 0), step + 1)
-        for t in (t for t in operator.inputs if t in since):
-            until[t] = max(until[t], step + 1)
-    for t in (t for t in graph.outputs if t in since):
-        until[t] = last
-    tensors = [
-        t
-        for t in sorted(since)
-        if t not in left_out
-        and graph.tensors[t].nbytes
-        and not graph.tensors[t].constant
-        and not graph.tensors[t].variable
-    ]
-    buffers = [
-        Buffer(str(t), since[t], until[t], aligned(graph.tensors[t].nbytes or 0, _ALIGNMENT)) for t in tensors
-    ]
-    for step, o in enumerate(order):
-        if scratch := _scratch(graph, graph.operators[o]):
-            buffers.append(Buffer(f"scratch of {o}", step, step + 1, aligned(scratch, _ALIGNMENT)))
-    return Problem(tuple(buffers)), tensors
+def arena_problem(model: Model, order: Sequence[int]) -> tuple[Problem, list[Key]]:
+    """What TensorFlow Lite Micro places for a model whose first subgraph is run in this order, and which tensors the
+    first of these are: inputs from the start, results to the end, all others from who makes them to who reads them
+    last. Behind them, the room that operators need while they run."""
+    lives = _Lives.of(model, order)
+    return lives.problem, lives.keys
+
+
+class _Lives:
+    """The steps in which each tensor lies in the arena. An operator that calls subgraphs takes their steps, too, one
+    subgraph after the other: the arena is theirs as well."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.now = model, 0
+        self.since: dict[Key, int] = {}
+        self.until: dict[Key, int] = {}
+        self.scratch: list[Buffer] = []
+        self.keys: list[Key] = []
+        self.problem = Problem(())
+
+    @classmethod
+    def of(cls, model: Model, order: Sequence[int]) -> _Lives:
+        lives = cls(model)
+        lives.run(0, order)
+        lives.keys = [key for key in sorted(lives.since) if lives.size(key)]
+        tensors = [
+            Buffer(f"{k}.{t}", lives.since[k, t], lives.until[k, t], lives.size((k, t)))
+            for k, t in lives.keys
+        ]
+        lives.problem = Problem((*tensors, *lives.scratch))
+        return lives
+
+    def run(self, k: int, order: Sequence[int]) -> None:
+        g = self.model.subgraphs[k]
+        self.made(k, g.inputs)
+        for o in order:
+            self.now += 1
+            began, operator = self.now, g.operators[o]
+            self.made(k, (*operator.outputs, *operator.intermediates))
+            for c in operator.calls:
+                self.run(c, range(len(self.model.subgraphs[c].operators)))
+            self.used(k, (*operator.inputs, *operator.outputs, *operator.intermediates))
+            if scratch := _scratch(g, operator):
+                size = aligned(scratch, _ALIGNMENT)
+                self.scratch.append(Buffer(f"scratch of {k}.{o}, {began}", began, self.now + 1, size))
+        self.used(k, g.outputs)
+
+    def made(self, k: int, tensors: Sequence[int]) -> None:
+        for t in tensors:
+            if t >= 0:
+                self.since.setdefault((k, t), self.now)
+        self.used(k, tensors)
+
+    def used(self, k: int, tensors: Sequence[int]) -> None:
+        self.until.update({(k, t): self.now + 1 for t in tensors if (k, t) in self.since})
+
+    def size(self, key: Key) -> int:
+        t = self.model.subgraphs[key[0]].tensors[key[1]]
+        return 0 if t.constant or t.variable else aligned(t.nbytes or 0, _ALIGNMENT)
 
 
 def _scratch(graph: Subgraph, operator: Operator) -> int:
@@ -167,15 +187,34 @@ def _scratch(graph: Subgraph, operator: Operator) -> int:
     return math.prod(made.shape) * {"int8": 4, "int16": 8}.get(made.dtype, 0)
 
 
-def _offsets(program: Program, order: Sequence[int]) -> tuple[list[int], int]:
-    """For each tensor of the model its first byte, -1 where the runtime places it; and the arena."""
-    graph, *called = program.model.subgraphs
-    problem, tensors = arena_problem(graph, order, _in_called(called))
-    solution = pack(problem, search=Search(seconds=5.0)) if problem.buffers else Solution((), 0)
-    numbers = [-1] * sum(len(g.tensors) for g in program.model.subgraphs)
-    for t, offset in zip(tensors, solution.offsets, strict=False):  # scratch has no number
-        numbers[t] = offset
-    return numbers, solution.arena
+def _offsets(model: Model, lives: _Lives) -> tuple[list[int], int]:
+    """For each tensor of the model its first byte, -1 where the runtime places it; and the arena. What the runtime
+    has to place leaves few offsets worth giving: none are where it does as well alone."""
+    others = _in_called(model.subgraphs[1:])
+    ours = [n for n, (k, t) in enumerate(lives.keys) if k == 0 and t not in others]
+    every = range(len(lives.problem.buffers))
+    tried: list[dict[int, int]] = [{}] if others else []
+    for chosen in dict.fromkeys(((*ours, *every[len(lives.keys) :]), tuple(every))):
+        buffers = tuple(lives.problem.buffers[n] for n in chosen)
+        packed = pack(Problem(buffers), search=Search(seconds=5.0)).offsets if buffers else ()
+        at = dict(zip(chosen, packed, strict=True))
+        tried.append({n: at[n] for n in ours})
+    placed = min(tried, key=lambda p: _around(lives, p, best_fit=False))
+    numbers = [-1] * sum(len(g.tensors) for g in model.subgraphs)
+    for n, offset in placed.items():
+        numbers[lives.keys[n][1]] = offset
+    return numbers, _around(lives, placed, best_fit=False)
+
+
+def _around(lives: _Lives, placed: dict[int, int], *, best_fit: bool) -> int:
+    """The arena of a runtime that leaves these buffers where they are placed and lays out the others, the largest
+    first, each where it fits: LiteRT in the smallest hole, TensorFlow Lite Micro in the first one."""
+    buffers = lives.problem.buffers
+    if not buffers:
+        return 0
+    framed = frame(Problem(tuple(replace(b, pinned=placed.get(n)) for n, b in enumerate(buffers))))
+    offsets = framed.placer.pack(by_size_then_start(framed.arrays), best_fit=best_fit)[0].tolist()
+    return max(x + b.size for x, b in zip(offsets, buffers, strict=True))
 
 
 def _in_called(called: Sequence[Subgraph]) -> frozenset[int]:

@@ -139,3 +139,31 @@ def test_where_nothing_is_fetched_the_message_says_that_the_rest_can_be_left_out
     ):
         built(tmp_path, restored)
     assert sizes(built(tmp_path, restored, fetch="y"))["y"] == (4, 4)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "max", "prod", "sparse"])
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 4, 4], [2] * 6])
+def test_segments_of_constant_ids_are_as_many_as_the_last_id_says(
+    kind: str, ids: list[int], tmp_path: Path
+) -> None:
+    def make() -> None:
+        x, of = tf.compat.v1.placeholder(tf.float32, [6, 3], "x"), tf.constant(ids)
+        if kind == "sparse":
+            made = tf.sparse.segment_sum(x, tf.range(6), of, name="s")
+        else:
+            made = getattr(tf.math, f"segment_{kind}")(x, of, name="s")
+        tf.multiply(made, 2.0, "y")
+
+    found = sizes(built(tmp_path, make))
+    assert found["s"] == found["y"] == (ids[-1] + 1, 3)
+    assert tuple(tf.math.segment_sum(tf.zeros([6, 3]), ids).shape) == found["s"]
+
+
+def test_segments_of_ids_that_are_data_are_asked_for(tmp_path: Path) -> None:
+    def make() -> None:
+        x, of = (tf.compat.v1.placeholder(t, [6], n) for t, n in ((tf.float32, "x"), (tf.int32, "ids")))
+        tf.multiply(tf.math.segment_sum(x, of, name="s"), 2.0, "y")
+
+    with pytest.raises(UnknownSize, match="unknown size of s:0"):
+        built(tmp_path, make)
+    assert sizes(built(tmp_path, make, shape="s:0=4"))["y"] == (4,)

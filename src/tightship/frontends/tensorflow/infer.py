@@ -43,11 +43,13 @@ from tightship.frontends.tensorflow.lists import (
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import FEEDS, HANDLES, in_order, name_of
 from tightship.frontends.tensorflow.shapes import (
+    SEGMENTS,
     fill,
     form,
     known_shape,
     plain,
     read_as,
+    segments_shape,
     split_given,
     static_value,
     with_shapes,
@@ -322,8 +324,8 @@ class _Inference(Lists):
         return self.needed is not None and name not in self.needed
 
     def _learns(self, node: Any, k: int, known: Any, unknown: set[str]) -> bool:
-        """Whether a list, a table, a variable outside of a function, or the user says the shape of a result, which
-        TensorFlow is then told."""
+        """Whether a list, a table, a variable outside of a function, constant ids of segments, or the user say the
+        shape of a result, which TensorFlow is then told."""
         text = f"{node.name}:{k}"
         if text in self.learned:
             return False
@@ -332,6 +334,8 @@ class _Inference(Lists):
             raise BadInput(f"{text} is {known} in the graph, not {list(shape)}", place="--shape")
         if shape is None and k == _ELEMENT.get(node.op):
             shape = self._element_shape(node, unknown)
+        if shape is None and node.op in SEGMENTS:
+            shape = segments_shape(self.ops[node.name])
         if shape is None or not known.is_compatible_with(shape):
             return False
         self.learned[text] = shape

@@ -13,7 +13,8 @@ from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import FEEDS
 
 __all__ = [
-    "fill", "form", "known_shape", "plain", "read_as", "shapes_given", "split_given", "static_value", "with_shapes",
+    "SEGMENTS", "fill", "form", "known_shape", "plain", "read_as", "segments_shape", "shapes_given", "split_given",
+    "static_value", "with_shapes",
 ]  # fmt: skip
 
 
@@ -102,6 +103,21 @@ def static_value(tensor: Any, deep: int = 0) -> Any:
         return None if found is None else np.asarray(found).astype(tensor.dtype.as_numpy_dtype)
     except (ValueError, IndexError, TypeError, FloatingPointError):
         return None
+
+
+SEGMENTS: Final = frozenset(
+    {f"Segment{kind}" for kind in ("Sum", "Mean", "Prod", "Min", "Max")}
+    | {f"SparseSegment{kind}" for kind in ("Sum", "Mean", "SqrtN")}
+)
+"""Kinds of nodes that make a row of each segment, up to the last id."""
+
+
+def segments_shape(op: Any) -> tuple[int, ...] | None:
+    """The shape of what one of `SEGMENTS` makes, where its ids are known: they ascend, and end its inputs."""
+    ids, shape = static_value(op.inputs[-1]), op.outputs[0].shape
+    if ids is None or ids.ndim != 1 or shape.rank is None or not shape[1:].is_fully_defined():
+        return None
+    return (int(ids[-1]) + 1 if ids.size else 0, *shape.as_list()[1:])
 
 
 def _taken(op: Any, whole: Any, *bounds: Any) -> Any:
