@@ -39,7 +39,7 @@ def _counted(less: Any, condition: Body, body: Body, begins: Callable[[int], Any
     nodes = {n.name: n for n in body.proto.node}
     step = nodes.get(name_of(body.origin(body.results[at])))
     start = begins(at)
-    if step is None or step.op not in ("Add", "AddV2") or start is None or start.size != 1:
+    if step is None or step.op not in ("Add", "AddV2") or start is None or not _is_whole(start):
         return None
     own, more = (step.input[0], step.input[1])
     if name_of(body.origin(own)) != body.arguments[at]:
@@ -61,11 +61,12 @@ def _number(within: Body, text: str, body: Body, begins: Callable[[int], Any]) -
         at = within.arguments.index(name)
         if name_of(body.origin(body.results[at])) == body.arguments[at]:
             value = begins(at)
-    return (
-        int(value.reshape(-1)[0])
-        if value is not None and value.size == 1 and value.dtype.kind in "iu"
-        else None
-    )
+    return int(value.reshape(-1)[0]) if value is not None and _is_whole(value) else None
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether this array is one whole number."""
+    return bool(value.size == 1 and value.dtype.kind in "iu")
 
 
 def grown(before: Sequence[Shape], after: Sequence[Shape], turns: int) -> list[Shape]:
