@@ -39,11 +39,13 @@ class Model(nn.Module):
         return x
 
 
-def one_by_one(how, **options):
-    """The model, its layers compiled one by one in one of the ways that people do; and what has the options."""
-    model, given = Model(), {"seconds": 1, **options}
+def one_by_one(how, *, apart=False, **options):
+    """The model, its layers compiled one by one in one of the ways that people do; and what has the options. With
+    ``apart`` each layer is given a dict of its own."""
+    model, shared = Model(), {"seconds": 1, **options}
     torch._dynamo.reset()
     for k, block in enumerate(model.blocks):
+        given = {**shared} if apart else shared
         if how == "compile":
             block.compile(backend="tightship", options=given)
         elif how == "wrapped":
@@ -136,16 +138,7 @@ def test_layers_with_options_of_their_own_share_where_these_are_equal(how, sized
     whole, first = one_by_one(how, budget="100%")
     gradients(whole)
     limit = compiled_session(first).ledger.limit * 4 // 5
-    torch._dynamo.reset()
-    model = Model()
-    for k, block in enumerate(model.blocks):
-        options = {"seconds": 1, "budget": limit if sized else "80%", "strict": True}
-        if how == "compile":
-            block.compile(backend="tightship", options=options)
-        elif how == "wrapped":
-            model.blocks[k] = torch.compile(block, backend="tightship", options=options)
-        else:
-            block.forward = torch.compile(block.forward, backend="tightship", options=options)
+    model, _ = one_by_one(how, apart=True, budget=limit if sized else "80%", strict=True)
     x = torch.randn(ROWS, WIDTH)  # the first layer's graph has no gradient of it, the others' have
     for _ in range(2):
         model.zero_grad()

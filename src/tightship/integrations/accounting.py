@@ -99,9 +99,8 @@ class Ledger:
     _storages: dict[int, Place] = field(default_factory=dict)
     _training: _Share = field(default_factory=_Share)
     _evaluation: _Share = field(default_factory=_Share)
-    _said: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # by frame: calls, and what a percentage is with all
+    # By frame: calls that the caller says there are, and what a percentage is with all.
+    _said: dict[int, tuple[int, int]] = field(default_factory=dict)
     _settled: bool = False
     _unmet: Infeasible | None = None  # why the graphs of the first step do not meet a percentage
     _rows: list[Entry] = field(default_factory=list)  # of the first step, as far as planned again
@@ -344,13 +343,12 @@ class Ledger:
         limit = self._limit(place, self._peak(earlier, own, shared, beside, training), shared, training)
         shared += ahead.static
         if ahead.count:
-            own_calls = 1 + ahead.count
-            own *= own_calls
+            own *= 1 + ahead.count
             if self.budget.bytes is None and not self._settled:
                 peak = self._peak(earlier, own, shared, beside, training)
                 limit = max(limit, self.budget.resolve(peak, static=shared))
                 if ahead.said and training:
-                    self._said[place[0]] = place[1] + own_calls, limit
+                    self._said[place[0]] = place[1] + len(own), limit
         rests = sum(e.rest for e in earlier) if beside else 0
         rests += ahead.beside
         return limit - shared - rests - (self._others([*earlier, *own]) if training else 0)
@@ -420,16 +418,16 @@ class Ledger:
         limit, static = self.limit, sum(e.static for e in rows)
         if limit is None:
             return
-        needs = [
-            (static + rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :]), -k)
+        needs = {
+            k: static + rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             for k, e in enumerate(rows)
             if e.place != _OPTIMIZER  # `_check_step` is about that
-        ]
-        need, k = max(needs, default=(0, 0))
-        if need > limit:
+        }
+        k = max(needs, key=needs.__getitem__, default=-1)
+        if needs.get(k, 0) > limit:
             raise Infeasible(
-                budget=limit, lower_bound=static, best_peak=need, at=f"a pass of {name_of(rows, -k)}",
-                top=top_of(rows, -k, static), advice=self._why_again(rows),
+                budget=limit, lower_bound=static, best_peak=needs[k], at=f"a pass of {name_of(rows, k)}",
+                top=top_of(rows, k, static), advice=self._why_again(rows),
             )  # fmt: skip
 
     def _why_again(self, rows: Sequence[Entry]) -> list[str]:

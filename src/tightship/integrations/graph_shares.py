@@ -44,8 +44,9 @@ class Shares:
     entry: Entry | None = None
     static: int = 0
     missing: int = 0
-    _others: int = 0  # bytes that the division tried leaves calls ahead
-    _gradients: int = 0  # that each of them hands out
+    _division: tuple[int, int] | None = (
+        None  # bytes that calls ahead are left, and gradients that each hands out
+    )
 
     def describe(self) -> object:
         """What limits depend on besides this graph, in short: kept code of another one is found out by its limit."""
@@ -85,6 +86,7 @@ class Shares:
         beyond its inputs may stay between its passes."""
         self.static, ledger = self.ledger.new_static(self.place, self.storages(u.static)), self.ledger
         need, gradients = max(u.peaks) - u.static, self._stay(u.handed[-1])
+        self._division = None
         rest = u.handed[0] if self.ahead.elsewhere else u.rest
         room = ledger.available(
             self.place, self.static, need, training=True, results=u.handed[0] if self.last else 0,
@@ -99,13 +101,18 @@ class Shares:
         parts = self.ahead.parts(room, need, rest, gradients)
         self.divisions = len(parts)
         most, rest = parts[min(self.attempt, len(parts) - 1)]
-        self._others, self._gradients = room - most, gradients
-        return u.static + most, None if self.ahead.elsewhere else rest
+        if self.ahead.elsewhere:
+            return u.static + most, None
+        self._division = room - most, gradients
+        return u.static + most, rest
 
     def beyond(self, rest: int) -> int:
         """Bytes that calls ahead which keep ``rest`` between their passes take beyond what the division tried leaves
-        them; negative where they leave some of it to the one that runs."""
-        return self.ahead.count * max(rest, self._gradients) - self._others
+        them; negative where they leave some of it to the one that runs, 0 where nothing is divided."""
+        if self._division is None:
+            return 0
+        others, gradients = self._division
+        return self.ahead.count * max(rest, gradients) - others
 
     def of_all_calls(self, no: Infeasible) -> Infeasible:
         """``no``, which is about one call, with what all need who share its bytes."""

@@ -170,13 +170,7 @@ _sessions: WeakValueDictionary[int, Session] = WeakValueDictionary()
 def _session(options: Mapping[str, Any]) -> Session:
     """The options object stands for the call of torch.compile: it is the same for all graphs of a model. Modules of
     one model that are each compiled with equal options share a budget, as they share code."""
-    session = _sessions.get(id(options)) if options else None
-    if session is None and options:
-        known = (_sessions.get(id(theirs)) for theirs in compat_dynamo.options_beside(options))
-        session = next(filter(None, known), None)
-        if session is not None:
-            session.given.append(options)
-            _sessions[id(options)] = session
+    session = (_sessions.get(id(options)) or _session_beside(options)) if options else None
     if session is None:
         chosen = read_options(options)
         step, outside = _step_memory(chosen)
@@ -187,6 +181,16 @@ def _session(options: Mapping[str, Any]) -> Session:
             session.say(outside)
         if options:
             _sessions[id(options)] = session
+    return session
+
+
+def _session_beside(options: Mapping[str, Any]) -> Session | None:
+    """That of equal options which another module of the same model is compiled with: theirs from now on, too."""
+    known = (_sessions.get(id(theirs)) for theirs in compat_dynamo.options_beside(options))
+    session = next(filter(None, known), None)
+    if session is not None:
+        session.given.append(options)
+        _sessions[id(options)] = session
     return session
 
 

@@ -343,9 +343,7 @@ class _Compilation:
             if peak != c.peak:
                 text = f"compiled, the passes need {peak} B and not the {c.peak} B that were replayed"
                 raise VerificationFailed([text], f"graph {self.name}")
-            within = c.budget
-            if within is not None and self.shares.ahead.count and not self.shares.ahead.elsewhere:
-                within -= self.shares.beyond(replay.rest)
+            within = None if c.budget is None else c.budget - self.shares.beyond(replay.rest)
             plan = StepPlan(
                 within, replay.static, 0, 0, (), max(c.unplanned.peaks), c.saved, c.recomputed, c.seconds, c.source,
                 c.lowered,

@@ -67,6 +67,11 @@ def is_fake(tensor: object) -> bool:
     return isinstance(getattr(tensor, "_local_tensor", tensor), _fake.FakeTensor)
 
 
+NESTED: Final = (
+    "a nested tensor", "its bytes are those of several tensors",
+    "pad it (to_padded_tensor), or hand in its values and lengths",
+)  # fmt: skip
+"""What a nested tensor is called, why it cannot be planned, and what to do."""
 _KNOWN_KINDS = "torch._subclasses", "torch.distributed", "torch.nn.parameter", "tightship."
 """Modules of classes of tensors that are like plain ones, or looked at by themselves."""
 

@@ -311,7 +311,7 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
     Attention asks for function modes, and takes a slower path under one: it is told of none.
     Without data, distributions do not check their arguments: whether to raise is a question to the data.
     Setting random states and converting a module raise ``Unplannable``, and so do TorchScript that gradients go
-    through and ops that take functions where steps are to run as they do in eager (``has_data``). With
+    through and higher-order ops where steps are to run as they do in eager (``has_data``). With
     ``checkpoints``, these recompute as in eager, and random states may be set.
     """
     with ExitStack() as stack:
@@ -319,7 +319,7 @@ def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterat
         if has_data:
             for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
                 enter(patched(script, "__call__", _without_gradients(script.__call__)))
-            enter(patched(torch._ops.HigherOrderOperator, "__call__", _refuse_subgraphs))
+            enter(patched(torch._ops.HigherOrderOperator, "__call__", _refuse_higher_order))
         _drawing_anew.set(False)  # code that failed in a checkpoint may have left it
         if not checkpoints:
             enter(patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
@@ -516,10 +516,10 @@ def _refuse_seed(*_args: object, **_kwargs: object) -> None:
     )
 
 
-def _refuse_subgraphs(op: Any, *_args: object, **_kwargs: object) -> None:
+def _refuse_higher_order(op: Any, *_args: object, **_kwargs: object) -> None:
     raise Unplannable(
-        f"{op.name()}, an op that takes functions,",
-        "it traces them by itself, on stand-ins, and its backward pass is of its own making",
+        f"{op.name()}, a higher-order op,",
+        "it traces the functions that it is given, and differentiates them by rules of its own",
         "write the loop or the branch in Python",
     )
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch.compat import require_torch
+from tightship.frontends.torch.compat import NESTED, require_torch
 from tightship.frontends.torch.compat_capture import scripted
 from tightship.frontends.torch.compat_distributed import is_distributed
 
@@ -462,8 +462,7 @@ def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
     """
     symbols: list[Any] = []
     if any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
-        instead = "pad it (to_padded_tensor), or hand in its values and lengths"
-        raise Unsupported("a nested tensor", "its bytes are those of several tensors", instead)
+        raise Unsupported(*NESTED)
     for x in inputs:
         if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             symbols.append(x)
@@ -473,12 +472,11 @@ def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
             symbols += sizes
             for n in sizes:
                 int(n)
-    for env in {id(n.node.shape_env): n.node.shape_env for n in symbols}.values():
-        for tracked in getattr(env, "tracked_fakes", None) or ():
-            for kind in ("constraint_sizes", "constraint_strides"):
-                asked = getattr(tracked.symbolic_context, kind, None)
-                if isinstance(asked, list):
-                    asked[:] = [None] * len(asked)
+    tracked = {id(t): t for n in symbols for t in n.node.shape_env.tracked_fakes or ()}
+    for t in tracked.values():  # what `mark_dynamic` asks for, of tensors alone
+        for asked in ("constraint_sizes", "constraint_strides"):
+            rows = getattr(t.symbolic_context, asked, None) or []
+            rows[:] = [None] * len(rows)
     return bool(symbols)
 
 

@@ -251,7 +251,8 @@ class _Lowering:
                 f"{n.target} at {origin_of(n)}", f"it does not run on fake tensors: {error}"
             ) from error
         self.env[n] = out
-        if n.target is torch.ops.aten.clone.default and self._is_input(args[0]):
+        # With a layout (`contiguous()`) it is not copied for its own sake.
+        if n.target is torch.ops.aten.clone.default and not n.kwargs and self._is_input(args[0]):
             self.copied.add(self.tape.storage(self.tape.value(out)))
         for k, t in enumerate(flat(out)):
             if isinstance(t, torch.Tensor) and isinstance(n.target, torch._ops.OpOverload):

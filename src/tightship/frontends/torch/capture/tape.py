@@ -401,8 +401,7 @@ def _why_not_plain(tensor: torch.Tensor) -> tuple[str, ...] | None:
         what = f"a tensor of the class {type(tensor).__name__}"
         return what, "its class may do something else", "use x.as_subclass(torch.Tensor)"
     if tensor.is_nested:
-        instead = "pad it (to_padded_tensor), or hand in its values and lengths"
-        return "a nested tensor", "its bytes are those of several tensors", instead
+        return compat.NESTED
     if tensor.layout is not torch.strided:
         rule, instead = (
             "its bytes are more than one strided storage",

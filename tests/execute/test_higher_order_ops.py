@@ -1,4 +1,4 @@
-"""Ops that take functions (torch.cond, scan, map) in a step: run as eager runs them, and said."""
+"""Higher-order ops (torch.cond, scan, map) in a step: run as eager runs them, and said."""
 
 import copy
 
@@ -37,12 +37,12 @@ def loss_of(model, x):
 
 
 @pytest.mark.parametrize("kind", ["cond", "map", "scan"])
-def test_steps_with_ops_that_take_functions_run_in_eager(kind):
+def test_steps_with_higher_order_ops_run_in_eager(kind):
     """Their backward passes are of their own making: the branch that is not taken has gradients of zeros."""
     model, batches = Model(kind), [torch.randn(4, 8) + k % 2 * 3 - 1 for k in range(4)]
     twin = copy.deepcopy(model)
     optimizer, other = (torch.optim.AdamW(m.parameters(), weight_decay=0.1) for m in (model, twin))
-    with pytest.warns(Fallback, match="steps run in eager.*an op that takes functions"):
+    with pytest.warns(Fallback, match="steps run in eager.*a higher-order op"):
         step = tightship.fit(model, loss_of, optimizer, batches[0], "90%", cache=None, seconds_per_op=0.0)
     for x in batches:
         expected = loss_of(twin, x)
