@@ -1,6 +1,7 @@
 """A budget that several graphs share: the first step keeps as little as it can, all later ones as much as fits."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tightship.errors import Infeasible
-from tightship.integrations.accounting import StepBytes
-from tightship.integrations.graph_entries import Entry, divide
+from tightship.execute.cache import Unplanned
+from tightship.integrations.accounting import Ledger, StepBytes
+from tightship.integrations.graph_entries import Ahead, Entry, divide
+from tightship.integrations.graph_shares import Shares
 from tightship.integrations.torch_compile import compiled_plans, compiled_session
 from tightship.plan import Plan
+from tightship.units import parse_budget
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -203,3 +207,16 @@ def test_parts_fit_together_and_leave_what_was_planned(rows, spare):
     roomy = max(need(k, e.dynamic, [r.rest for r in whole]) for k, e in enumerate(whole))
     kept = divide(rows, max(roomy, limit) + 2000 * len(rows))
     assert all(p.rest >= e.unplanned_rest and p.most >= e.unplanned for p, e in zip(kept, rows, strict=True))
+
+
+def test_no_division_counts_that_is_not_in_force():
+    """Where a percentage of the graphs so far is too little for calls ahead, everything is kept until all are known."""
+    unplanned = Unplanned(1000, (5000, 6000), 3000, (500, 800), 6000)
+    ledger = Ledger(parse_budget("50%"))
+    shares = Shares(ledger, (0, 0), lambda n: {1: n}, lambda _: {}, last=True, ahead=Ahead(3, 100))
+    most, rest = shares.training_limit(unplanned)
+    assert shares.beyond(rest + 10) == shares.beyond(rest) + 30 > -3  # of the division to the last whole byte
+    later = replace(shares, deferred=True)
+    assert later.training_limit(unplanned)[1] is None
+    assert later.beyond(rest + 10) == 0
+    assert most < later.training_limit(unplanned)[0]
