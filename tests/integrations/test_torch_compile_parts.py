@@ -210,7 +210,7 @@ def test_parts_fit_together_and_leave_what_was_planned(rows, spare):
 
 
 def test_no_division_counts_that_is_not_in_force():
-    """Where a percentage of the graphs so far is too little for calls ahead, everything is kept until all are known."""
+    """Where a percentage of the graphs so far is too little for calls ahead, everything is kept at first."""
     unplanned = Unplanned(1000, (5000, 6000), 3000, (500, 800), 6000)
     ledger = Ledger(parse_budget("50%"))
     shares = Shares(ledger, (0, 0), lambda n: {1: n}, lambda _: {}, last=True, ahead=Ahead(3, 100))
