@@ -30,7 +30,8 @@ from torch import nn
 import tightship
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.eager import bit_identical
-from tightship.execute.interpreter import PeakMismatch
+from tightship.execute.interpreter import Fallback, PeakMismatch
+from tightship.integrations.torch_compile import compiled_notes, compiled_plans
 
 __all__ = [
     "BUDGET",
@@ -45,6 +46,7 @@ __all__ = [
     "fitted",
     "hugging_face",
     "lockstep",
+    "through_backend",
     "trained",
 ]
 
@@ -58,6 +60,7 @@ CLOSE = 1e-3
 """How far a compiled step's results may be from eager's, over the greater of them and 1."""
 AS_EXACT = 3
 """How many times as far from double precision as eager they may be where that is more."""
+RAN = ("identical", "close")
 GOOD = ("identical", "close", "eager", "refused")
 """Kinds of outcomes that are no fault; the others are ``different``, ``mismatch`` and ``failed``."""
 
@@ -144,33 +147,114 @@ def compiled(build: Callable[[], Training], _budget: str = "", **options: Any) -
                 fitted(loop.model, loss_fn, optimizer, loop.batch(0), COMPILED, **more)
                 for (loss_fn, _), optimizer in zip(losses, ours.optimizers, strict=True)
             ]
-        seconds, drawn, rounded = time.process_time() - began, False, ""
-        for k in range(loop.steps):
-            before = eager.random[0]
-            with eager.turn():
-                expected = eager.step(k)
-            drawn |= not torch.equal(before, eager.random[0])
-            with ours.turn(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", PeakMismatch)
-                got = [step(loop.batch(k)) for step in steps]
-            pairs = zip(_leaves(expected, "result"), _leaves(got, "result"), strict=True)
-            most = math.inf if drawn else CLOSE
-            distances = [(name, _distance(a, b)) for (name, a), (_, b) in pairs]
-            far = [f"{name} {d:.2g}" for name, d in distances if not (d <= most and d < math.inf)]
-            if far and not drawn and _as_exact(build, k, expected, got):
-                rounded = "eager is as far from double precision"
-                break
-            if far:
-                return Outcome("different", f"in step {k}: {', '.join(far[:6])}")
+        seconds = time.process_time() - began
+        ours.step = lambda k: [step(loop.batch(k)) for step in steps]
+        found = near(build, eager, ours)
     except (Unsupported, BadInput) as refusal:
         return Outcome("refused", str(refusal))
+    if found.kind != "close":
+        return found
     measured = [step.measure() for step in steps]
     if any(m["planned_peak"] is None for m in measured):
         return Outcome("eager", "; ".join(note for step in steps for note in step.notes))
     if any(m["misses"] or m["measured_peak"] != m["planned_peak"] for m in measured):
         return Outcome("mismatch", str(measured))
     tops = [max(m[k] or 0 for m in measured) for k in ("unplanned_peak", "planned_peak", "budget")]
-    return Outcome("close", "draws random numbers" if drawn else rounded, *tops, seconds, loop.steps)
+    return Outcome("close", found.sentence, *tops, seconds, loop.steps)
+
+
+def near(build: Callable[[], Training], eager: Side, ours: Side) -> Outcome:
+    """Both sides step by step: ``close`` where results of ``ours``, which runs fused code, stay near eager's, or as
+    near to double precision as these, up to the first step that draws random numbers."""
+    drawn = False
+    for k in range(ours.loop.steps):
+        before = eager.random[0]
+        with eager.turn():
+            expected = eager.step(k)
+        drawn |= not torch.equal(before, eager.random[0])
+        with ours.turn(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", PeakMismatch)
+            got = ours.step(k)
+        pairs = zip(_leaves(expected, "result"), _leaves(got, "result"), strict=True)
+        most = math.inf if drawn else CLOSE
+        distances = [(name, _distance(a, b)) for (name, a), (_, b) in pairs]
+        far = [f"{name} {d:.2g}" for name, d in distances if not (d <= most and d < math.inf)]
+        if far and not drawn and _as_exact(build, k, expected, got):
+            return Outcome("close", "eager is as far from double precision")
+        if far:
+            return Outcome("different", f"in step {k}: {', '.join(far[:6])}")
+    return Outcome("close", "draws random numbers" if drawn else "")
+
+
+def through_backend(
+    build: Callable[[], Training], _budget: str = "", *, mode: str = "exact", **_options: Any
+) -> Outcome:
+    """The loop as people write it around torch.compile with tightship's backend, within `COMPILED` (or what
+    `Infeasible` says would do), against eager bit by bit. Code that torch.compile itself runs otherwise than eager
+    (what asks whether it is compiled, say) is compared with its backend ``aot_eager``."""
+    within: Any = COMPILED
+    for _ in range(4):
+        try:
+            return _through_backend(build, {"budget": within, "mode": mode, "seconds": 3.0})
+        except Infeasible as no:
+            within = max(no.placed or 0, no.best_peak)
+    return _through_backend(build, {"budget": within, "mode": mode, "seconds": 3.0})
+
+
+def _through_backend(build: Callable[[], Training], options: dict[str, Any]) -> Outcome:
+    torch._dynamo.reset()
+    eager, ours = _side(build), _side(build)
+    model = _compile(ours, backend="tightship", options=options)
+    fused, began = options["mode"] == "compiled", time.process_time()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Fallback)
+        found = near(build, eager, ours) if fused else lockstep(eager, ours, ours.loop.steps)
+    seconds = time.process_time() - began
+    graphs, notes = compiled_plans(model), [*compiled_notes(model)]
+    if found.kind == "different" and not fused and _as_aot_eager(build, options):
+        notes.insert(0, f"the bits of aot_eager, which are not eager's ({found.sentence})")
+        found = Outcome("close")
+    said = "; ".join([found.sentence, *notes] if found.sentence else notes)
+    if found.kind not in RAN:
+        return dataclasses.replace(found, sentence=said)
+    if not graphs:
+        return Outcome("eager", said)
+    ran = [g for g in graphs if g.last is not None]
+    wrong = [
+        f"{g.name} planned {g.last.planned_peak}, measured {g.last.measured_peak}"
+        for g in ran
+        if not g.last.as_planned
+    ]
+    if wrong:
+        return Outcome("mismatch", "; ".join((*wrong, said)))
+    tops = [max(g.plan.peak_before for g in graphs), max((g.last.planned_peak or 0 for g in ran), default=0)]
+    return Outcome(found.kind, said, *tops, max(g.plan.budget or 0 for g in graphs), seconds, ours.loop.steps)
+
+
+def _as_aot_eager(build: Callable[[], Training], options: dict[str, Any]) -> bool:
+    """Whether the loop has the bits that it has with torch.compile's own backend ``aot_eager``."""
+    torch._dynamo.reset()
+    theirs, ours = _side(build), _side(build)
+    _compile(theirs, backend="aot_eager")
+    _compile(ours, backend="tightship", options=dict(options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Fallback)
+        return lockstep(theirs, ours, ours.loop.steps).kind == "identical"
+
+
+def _compile(side: Side, **options: Any) -> Any:
+    """Gives the model of ``side`` to torch.compile; its steps run what comes back."""
+    model = torch.compile(side.loop.model, **options)
+    losses = [side.loop.loss_fn, *(loss_fn for loss_fn, _ in side.loop.others)]
+
+    def step(k: int) -> list[Any]:
+        return [
+            _eager(model, loss_fn, o, side.loop.batch(k))
+            for loss_fn, o in zip(losses, side.optimizers, strict=True)
+        ]
+
+    side.step = step
+    return model
 
 
 def _as_exact(build: Callable[[], Training], last: int, expected: Any, got: Any) -> bool:
@@ -305,7 +389,10 @@ def lockstep(eager: Side, ours: Side, steps: int) -> Outcome:
     measured = [step.measure() for step in ours.fitted]
     if any(m["measured_peak"] != m["planned_peak"] for m in measured):
         return Outcome("mismatch", str(measured))
-    tops = {k: max((m[k] or 0) for m in measured) for k in ("unplanned_peak", "planned_peak", "budget")}
+    tops = {
+        k: max(((m[k] or 0) for m in measured), default=0)
+        for k in ("unplanned_peak", "planned_peak", "budget")
+    }
     return Outcome("identical", "", tops["unplanned_peak"], tops["planned_peak"], tops["budget"], 0.0, steps)
 
 

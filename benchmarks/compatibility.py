@@ -2,6 +2,7 @@
 
     python benchmarks/compatibility.py [--only TEXT] [--limit SECONDS] [--results FILE] [--known] [--write]
     python benchmarks/compatibility.py --compiled [--only TEXT] [--limit SECONDS] [--results FILE] [--known]
+    python benchmarks/compatibility.py --backend [--compiled] [--only TEXT] [--limit SECONDS] [--results FILE]
 
 Each row trains a small model with random weights for a few steps in a process of its own, in eager and by
 `tightship.fit`, and compares losses, parameters, buffers, optimizer state and random states bit by bit; the planned
@@ -14,6 +15,10 @@ with ``--known`` it runs none.
 With ``--compiled`` the models run in compiled mode, at 80 % of what they take without a budget, or at the least that
 is found: results must be near eager's where eager draws no random numbers, and the planned peak the measured one.
 Each step is lowered several times, so give some rows ten minutes (``--limit 600``).
+
+With ``--backend`` they are given to torch.compile with tightship's backend, in exact mode (eager's bits, or those of
+its backend ``aot_eager`` where torch.compile runs other ops than eager does) or, with ``--compiled``, in compiled
+mode; within 80 %, or what `Infeasible` says would do. What is not planned is said behind the result.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import pages
-from compat import GOOD, Outcome, Row, compiled, trained
+from compat import GOOD, Outcome, Row, compiled, through_backend, trained
 
 from tightship.units import format_bytes
 
@@ -83,9 +88,9 @@ class Runner:
     """Runs each row in a process of its own, forked from one that has imported what they need."""
 
     def __init__(
-        self, threads: int, limit: float, imported: Iterable[str], *, compiled: bool = False
+        self, threads: int, limit: float, imported: Iterable[str], how: Callable[..., Outcome] | None = None
     ) -> None:
-        self.threads, self.limit, self.compiled = threads, limit, compiled
+        self.threads, self.limit, self.how = threads, limit, how
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["PYTHONWARNINGS"] = "ignore"
         os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
@@ -94,9 +99,7 @@ class Runner:
 
     def run(self, table: str, name: str) -> Outcome:
         mine, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(
-            target=answer, args=(theirs, table, name, self.threads, self.compiled)
-        )
+        process = self._context.Process(target=answer, args=(theirs, table, name, self.threads, self.how))
         process.start()
         theirs.close()
         try:
@@ -111,22 +114,24 @@ class Runner:
             process.join()
 
 
-def in_compiled_mode(row: Row) -> Row | None:
-    """The same in compiled mode; None of loops that are not `trained`."""
+def run_by(row: Row, how: Callable[..., Outcome] | None) -> Row | None:
+    """The same by another function than `trained`; None of loops that are not run by this one."""
     run = row.run
+    if how is None:
+        return row
     if not isinstance(run, partial) or run.func is not trained:
         return None
-    return dataclasses.replace(row, run=partial(compiled, *run.args, **run.keywords))
+    return dataclasses.replace(row, run=partial(how, *run.args, **run.keywords))
 
 
-def answer(pipe: Connection, table: str, name: str, threads: int, compile_: bool) -> None:
+def answer(pipe: Connection, table: str, name: str, threads: int, how: Callable[..., Outcome] | None) -> None:
     """Runs a row, in this process."""
     import torch
 
     torch.set_num_threads(threads)
     try:
         row = next(r for r in rows_of(importlib.import_module(table)) if r.name == name)
-        row = (in_compiled_mode(row) if compile_ else row) or row
+        row = run_by(row, how) or row
         outcome = row.run()
     except Exception as error:
         traceback.print_exc()
@@ -191,19 +196,20 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="file of outcomes, which is read first")
     parser.add_argument("--known", action="store_true", help="run nothing: rows of --results alone")
     parser.add_argument("--compiled", action="store_true", help="compiled mode; not for the page")
+    parser.add_argument("--backend", action="store_true", help="through torch.compile; not for the page")
     parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
     args = parser.parse_args()
     modules = {name: importlib.import_module(name) for name in tables()}
     chosen = {n: [r for r in rows_of(m) if args.only in f"{n} {r.name}"] for n, m in modules.items()}
-    if args.compiled:
+    how: Callable[..., Outcome] | None = compiled if args.compiled else None
+    if args.backend:
+        how = partial(through_backend, mode="compiled" if args.compiled else "exact")
+    if how is not None:
         if args.write:
-            parser.error("--write is for the tables of exact mode: leave --compiled out")
-        chosen = {n: [r for r in rows if in_compiled_mode(r)] for n, rows in chosen.items()}
+            parser.error("--write is for the tables of fit in exact mode: leave --compiled and --backend out")
+        chosen = {n: [r for r in rows if run_by(r, how)] for n, rows in chosen.items()}
     packages = sorted({p for rows in chosen.values() for r in rows for p in r.packages if not missing(r)})
-    runner, results = (
-        Runner(args.threads, args.limit, packages, compiled=args.compiled),
-        Results(args.results),
-    )
+    runner, results = Runner(args.threads, args.limit, packages, how), Results(args.results)
     texts, ran, faults = [], [], 0
     if args.known:
         chosen = {n: [r for r in rows if f"{n} {r.name}" in results.outcomes] for n, rows in chosen.items()}
@@ -223,7 +229,9 @@ def main() -> int:
         f"{kinds.count(kind)} {kind}"
         for kind in dict.fromkeys(("close" if args.compiled else "identical", *sorted(kinds)))
     )
-    command = "python benchmarks/compatibility.py" + " --compiled" * args.compiled
+    command = (
+        "python benchmarks/compatibility.py" + " --backend" * args.backend + " --compiled" * args.compiled
+    )
     said = (
         f"{time.strftime('%Y-%m-%d')}; {platform.machine()}, threads for ops: {args.threads}; "
         f"{versions(r for r, _ in ran)}; `{command}`.\n\n{len(ran)} rows: {counts}."

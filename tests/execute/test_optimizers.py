@@ -52,6 +52,87 @@ class Looks(Own):
         return p.grad[p.grad > 0].sum() * p.sign() if p.grad.sum() > 0 else p.grad
 
 
+class Reads(Own):
+    """Its rate and a table of its own are tensors, as those of optimizers in few bits are."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["lr"] = torch.tensor(0.05)
+        self.tables = {"few": torch.linspace(-1, 1, 16)}
+
+    def direction(self, p, state):
+        return self.tables["few"][(p.grad.sign() + 1).long()]
+
+
+class WritesItsTable(Reads):
+    def direction(self, p, state):
+        return p.grad * self.tables["few"].mul_(0.9)[-1]
+
+
+class ReplacesItsTable(Reads):
+    def direction(self, p, state):
+        self.tables["few"] = self.tables["few"] * 0.9
+        return p.grad * self.tables["few"][-1]
+
+
+class WritesItsRate(Reads):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.param_groups[0]["lr"].mul_(0.9)
+
+
+class Halved(torch.Tensor):
+    """Kept in bfloat16; like most classes of quantized tensors it knows few ops, and none that are made of others."""
+
+    @staticmethod
+    def __new__(cls, kept):
+        return torch.Tensor._make_wrapper_subclass(cls, kept.shape, dtype=torch.float32, device=kept.device)
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def __tensor_flatten__(self):
+        return ["kept"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, _context, _size, _stride):
+        return cls(inner["kept"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if func is aten.detach.default:
+            return cls(args[0].kept.detach())
+        if func in (aten.clone.default, aten._to_copy.default):
+            return cls(args[0].kept.clone())
+        if func is aten.lerp.Scalar:
+            return torch.lerp(args[0].kept.float(), *args[1:])
+        if func is aten.copy_.default:
+            args[0].kept.copy_(args[1])
+            return args[0]
+        raise NotImplementedError(f"{func} of {cls.__name__}")
+
+
+class InFewBits(Own):
+    def direction(self, p, state):
+        if "m" not in state:
+            state["m"] = Halved(torch.zeros_like(p, dtype=torch.bfloat16)).to(p.device, dtype=torch.float32)
+        mean = torch.lerp(state["m"], p.grad, 0.1)
+        state["m"].copy_(mean)
+        return mean
+
+
+@torch.compile(backend="aot_eager", fullgraph=True)
+def squared(gradient):
+    return gradient.square() * gradient.sign()
+
+
+class Compiles(Own):
+    def direction(self, p, state):
+        return squared(p.grad)
+
+
 class Replaces(Own):
     def direction(self, p, state):
         state["m"] = state.get("m", torch.zeros_like(p)) * 0.9 + p.grad
@@ -321,10 +402,55 @@ def of(cls, **settings):
         ById,
         Draws,
         DrawsByItself,
+        Reads,
+        WritesItsTable,
+        ReplacesItsTable,
+        WritesItsRate,
+        Compiles,
     ],
 )
 def test_what_differs_from_step_to_step_is_as_in_eager_and_as_planned(cls, tmp_path):
     check(of(cls), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (Reads, ""),
+        (WritesItsTable, "its step changes the tensor in 'tables'"),
+        (ReplacesItsTable, "its step changes the tensor in 'tables'"),
+        (WritesItsRate, "its step changes the tensor in 'lr'"),
+        (Compiles, "its step calls code that torch.compile makes"),
+    ],
+)
+def test_tensors_that_steps_only_read_let_parameters_be_stepped_one_at_a_time(cls, why, tmp_path):
+    ours = check(of(cls), tmp_path, steps=2)
+    found = [n for n in ours.step.notes if "steps all parameters at once" in n]
+    assert [why in n for n in found] == [True] * bool(why)
+
+
+def test_code_of_an_optimizer_runs_as_it_does_by_itself(tmp_path):
+    """A class of tensors is given the ops that it is given in eager, not those that are made of them."""
+    theirs, ours = net(), net()
+    optimizers = [InFewBits(m.parameters()) for m in (theirs, ours)]
+    step = fit(
+        ours, loss_of, optimizers[1], batch_of(0), planner=plans.keep, cache=tmp_path, seconds_per_op=0.0
+    )
+    for k in range(3):
+        torch.manual_seed(k)
+        loss = loss_of(theirs, batch_of(k))
+        loss.backward()
+        optimizers[0].step()
+        theirs.zero_grad()
+        torch.manual_seed(k)
+        assert torch.equal(loss, step(batch_of(k)))
+        assert all(map(torch.equal, theirs.parameters(), ours.parameters()))
+        measured = step.measure()
+        assert measured["planned_peak"] is not None
+        assert (
+            measured["measured_peak"] == measured["planned_peak"] or not k
+        )  # its state comes in the first step
+    assert not step.notes
 
 
 @pytest.mark.parametrize("cls", [torch.optim.RAdam, torch.optim.Rprop, torch.optim.ASGD, torch.optim.NAdam])

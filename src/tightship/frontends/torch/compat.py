@@ -413,6 +413,27 @@ def plain_execution() -> Iterator[None]:
         yield
 
 
+def _excluded() -> Any:
+    return torch._C._dispatch_tls_local_exclude_set()
+
+
+with torch._C._AutoDispatchBelowAutograd():
+    _AUTOGRAD: Final = _excluded()
+_AUTOGRAD_KEYS: Final = _AUTOGRAD - _excluded()
+
+
+@contextmanager
+def code_of_others() -> Iterator[None]:
+    """Inside `plain_execution`, for Python code that is not ours (an optimizer's step): composite ops come apart and
+    classes of tensors are asked as where it is called by itself. Gradients stay off."""
+    include = torch._C._dispatch_tls_local_include_set()
+    with (
+        torch._C._ForceDispatchKeyGuard(include, _excluded() - _AUTOGRAD_KEYS),
+        torch._C._EnableTorchFunction(),
+    ):
+        yield
+
+
 def in_dispatch_mode() -> bool:
     """Whether a dispatch mode of the caller is there to see, or to change, each op."""
     return bool(torch._C._len_torch_dispatch_stack())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -46,6 +47,28 @@ def optimizer_hooks(optimizer: Any) -> bool:
     own = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
     every = [h for h in _optimizer._global_optimizer_pre_hooks.values() if h not in _watching]
     return bool(own or every or _optimizer._global_optimizer_post_hooks)
+
+
+def calls_compiled(run: Callable[[], Any]) -> bool:
+    """Whether ``run()`` calls what torch.compile has made; it is called twice where that may be."""
+    run()
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:  # nothing has been compiled in this process
+        return False
+    seen: list[Any] = []
+    choose = frames._callback_from_stance
+
+    def watched(callback: Any) -> Any:
+        if callback not in (False, None):  # of code that is left to eager
+            seen.append(callback)
+        return choose(callback)
+
+    vars(frames)["_callback_from_stance"] = watched
+    try:
+        run()
+    finally:
+        vars(frames)["_callback_from_stance"] = choose
+    return bool(seen)
 
 
 def watch_steps(see: Callable[[Any, Any], None]) -> None:

@@ -16,10 +16,13 @@ __all__ = [
     "OWN",
     "Plain",
     "copy_plain",
+    "fixed",
     "is_hooks",
+    "not_fixed",
     "numbers_of",
     "plain_part",
     "set_numbers",
+    "told",
     "traits",
     "unchanged_globals",
     "why_not_plain",
@@ -27,7 +30,11 @@ __all__ = [
 
 
 Plain = tuple[dict[str, Any], list[dict[str, Any]]]
-"""Attributes of an optimizer and its groups without their parameters, values of Python alone."""
+"""Attributes of an optimizer and its groups without their parameters: values of Python, and tensors that its steps
+only read (a rate, a table of codes)."""
+
+Fixed = tuple[tuple[str, torch.Tensor, int], ...]
+"""These tensors, each with where it is and the version of its contents."""
 
 
 OWN = {"state", "param_groups", "step"}  # a scheduler's step counts calls of the real optimizer
@@ -67,10 +74,43 @@ def set_numbers(optimizer: Any, params: Sequence[Any], names: Sequence[tuple[int
 
 
 def plain_part(optimizer: Any) -> Plain:
-    """A copy of the optimizer's attributes and groups; `why_not_plain` must have had nothing to say."""
+    """A copy of the optimizer's attributes and groups, with the tensors themselves; `why_not_plain` must have had
+    nothing to say."""
     attributes = {n: copy_plain(x) for n, x in vars(optimizer).items() if n not in OWN and not is_hooks(n)}
     groups = [{n: copy_plain(x) for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
     return attributes, groups
+
+
+def fixed(optimizer: Any) -> Fixed:
+    """The tensors of its `plain_part`."""
+    return tuple(_fixed(plain_part(optimizer)))
+
+
+def _fixed(value: Any, where: str = "") -> Iterator[tuple[str, torch.Tensor, int]]:
+    if isinstance(value, torch.Tensor):
+        yield where, value, value._version
+    elif isinstance(value, (dict, list, tuple)):
+        for name, x in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _fixed(x, where or (name if isinstance(name, str) else ""))
+
+
+def not_fixed(before: Fixed, now: Fixed) -> str | None:
+    """Which of these tensors was written or replaced in between; None if none was."""
+    for (where, a, version), (_, b, later) in zip(before, now, strict=False):
+        if a is not b or version != later:
+            return where
+    return None if len(before) == len(now) else "how many tensors it holds"
+
+
+def told(value: Any) -> str:
+    """What two plain parts are compared by; of tensors, which `not_fixed` sees, that they are there."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}"
+    if isinstance(value, dict):
+        return repr([(k, told(x)) for k, x in value.items()])
+    if isinstance(value, (list, tuple)):
+        return repr((type(value), *map(told, value)))
+    return repr(value)
 
 
 def traits(optimizer: Any) -> tuple[Any, ...]:
@@ -81,15 +121,16 @@ def traits(optimizer: Any) -> tuple[Any, ...]:
         if name in OWN or is_hooks(name):
             continue
         if isinstance(value, torch.optim.Optimizer):
-            groups = [{n: repr(x) for n, x in g.items() if n != "params"} for g in value.param_groups]
+            groups = [{n: told(x) for n, x in g.items() if n != "params"} for g in value.param_groups]
             rows.append((name, type(value).__qualname__, groups, traits(value)))
         else:
-            rows.append((name, repr(value) if _is_plain(value) else type(value).__qualname__))
+            rows.append((name, told(value) if _is_plain(value) else type(value).__qualname__))
     return tuple(rows)
 
 
 def why_not_plain(optimizer: Any) -> str | None:
-    """Which attribute or group value is no value of Python alone, such as a tensor or a function; None if none is."""
+    """Which attribute or group value is neither a value of Python nor a plain tensor (an object, say); None if none
+    is."""
     for name, value in vars(optimizer).items():
         if name not in OWN and not is_hooks(name) and not _is_plain(value):
             return f"its attribute {name!r} holds a {type(value).__name__}"
@@ -107,6 +148,8 @@ def _is_plain(value: Any) -> bool:
         return type(value) in (list, tuple) and all(map(_is_plain, value))
     if isinstance(value, types.FunctionType):
         return value.__closure__ is None  # what it is given is all it knows
+    if type(value) is torch.Tensor:
+        return not value.requires_grad
     return isinstance(value, SCALARS)
 
 

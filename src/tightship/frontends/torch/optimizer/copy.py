@@ -17,10 +17,13 @@ from tightship.frontends.torch.optimizer.attributes import (
     OWN,
     Plain,
     copy_plain,
+    fixed,
     is_hooks,
+    not_fixed,
     numbers_of,
     plain_part,
     set_numbers,
+    told,
 )
 from tightship.frontends.torch.optimizer.tensors import parameters_of
 
@@ -53,7 +56,8 @@ def stepped(
     try:
         for p in params:
             p.grad = given.get(id(p))
-        step(optimizer)
+        with compat.code_of_others():
+            step(optimizer)
     finally:
         for p, was in zip(params, before, strict=True):
             p.grad = was
@@ -291,7 +295,10 @@ class Turns:
             self._stateful = {id(p) for p in self.optimizer.state}
         self._had.add(id(param))
         one = self._alone(group, param)
+        tensors = fixed(one)
         stepped(one, self._step, [(param, grad)])
+        if (name := not_fixed(tensors, fixed(one))) is not None:
+            raise Disagreement(f"the tensor in {name!r}, which its step changes")
         self._note(group, *plain_part(one))
         if len(self._had) == len(self._params):
             self._commit()
@@ -336,9 +343,9 @@ class Disagreement(Exception):
 
 
 def _agree(what: str, known: dict[str, Any] | None, now: dict[str, Any]) -> None:
-    if known is None or repr(known) == repr(now):
+    if known is None or told(known) == told(now):
         return
-    names = sorted(n for n in {*known, *now} if repr(known.get(n)) != repr(now.get(n)))
+    names = sorted(n for n in {*known, *now} if told(known.get(n)) != told(now.get(n)))
     raise Disagreement(f"{what}: {', '.join(names) or 'their order'}")
 
 
@@ -347,7 +354,7 @@ def _write(home: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> No
         if n not in after:
             home.pop(n, None)
     for n, x in after.items():
-        if n in before and repr(before[n]) == repr(x):
+        if n in before and told(before[n]) == told(x):
             continue
         if isinstance(x, (list, dict)):
             raise Disagreement(f"{n!r} is changed, which others may hold")

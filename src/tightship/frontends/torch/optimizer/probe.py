@@ -8,6 +8,7 @@ norm over all gradients is seen whatever its limit. In all other cases it steps 
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +17,18 @@ from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_distributed, compat_ops, compat_optimizers
 from tightship.frontends.torch.optimizer.attributes import (
+    Fixed,
+    fixed,
+    not_fixed,
     numbers_of,
     plain_part,
     set_numbers,
+    told,
     unchanged_globals,
     why_not_plain,
 )
@@ -214,6 +219,7 @@ def why_together(optimizer: Any) -> str | None:
 
 
 DRAWS: Final = "its step draws random numbers"
+COMPILES: Final = "its step calls code that torch.compile makes, and other sizes first may make other code"
 BY_ITSELF: Final = "call step.backward(batch) and its own step() (fit with None for the optimizer)"
 
 
@@ -252,7 +258,8 @@ def needs_closure(optimizer: Any) -> Unsupported:
 
 def _tried(optimizer: Any) -> str | None:
     trial = Trial(optimizer)
-    trial.copy_steps()
+    if compat_optimizers.calls_compiled(trial.copy_steps):
+        return COMPILES
     return trial.tried(scenarios(len(trial.shapes), trial.last_group))
 
 
@@ -267,14 +274,15 @@ class Trial:
         self.shapes = [(shape, dtype) for _, shape, dtype in rows]
         self.places = [k for k, _, _ in rows]
         self.last_group = self.places.index(self.places[-1]) if self.places else 0
+        self.made: list[tuple[Any, Fixed]] = []
 
     def copy_steps(self) -> None:
         """Two steps of a copy, for what they raise, draw or count."""
         params = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
         others = {id(p): torch.nn.Parameter(torch.zeros_like(p)) for p in params}
-        copy = copied(self.optimizer, others)
+        twin = copied(self.optimizer, others)
         for _ in range(2):
-            stepped(copy, self.step, [(q, torch.zeros_like(q)) for q in others.values()])
+            stepped(twin, self.step, [(q, torch.zeros_like(q)) for q in others.values()])
 
     def tried(self, found: Iterable[Scenario]) -> str | None:
         """What goes wrong, or differs, in any of them."""
@@ -293,13 +301,14 @@ class Trial:
     def fresh(self, start: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         params = [torch.nn.Parameter(t.clone()) for t in start]
         made = bare(self.optimizer)
-        attributes, groups = plain_part(self.optimizer)
+        attributes, groups = copy.deepcopy(plain_part(self.optimizer))
         made.__dict__.update(attributes)
         made.state = defaultdict(dict)
         made.param_groups = [
             {"params": [p for p, place in zip(params, self.places, strict=True) if place == k]} | g
             for k, g in enumerate(groups)
         ]
+        self.made.append((made, fixed(made)))
         return made, params
 
     def pair(self, start: Sequence[torch.Tensor]) -> Pair:
@@ -310,16 +319,25 @@ class Trial:
 
     def differs(self, scenario: Scenario) -> str | None:
         generator = torch.Generator().manual_seed(0)
+        self.made.clear()
         pair = self.pair([normal(s, d, generator) for s, d in self.shapes])
         try:
             for step in range(scenario.steps):
                 rows = [normal(s, d, generator) for s, d in self.shapes]
                 why = self.step_both(pair, [scenario.gradient(step, k, g) for k, g in enumerate(rows)])
+                why = self.writes() or why
                 if why is not None:
                     return f"with {scenario.name}, {why}"
             return self.later(pair, generator) if scenario.goes_on else None
         except Disagreement as error:
-            return f"with {scenario.name}, the parameters do not agree on {error}"
+            why = self.writes() or f"the parameters do not agree on {error}"
+            return f"with {scenario.name}, {why}"
+
+    def writes(self) -> str | None:
+        for optimizer, before in self.made:
+            if (name := not_fixed(before, fixed(optimizer))) is not None:
+                return f"its step changes the tensor in {name!r}"
+        return None
 
     def later(self, pair: Pair, generator: torch.Generator) -> str | None:
         """As if many more steps had been done: what happens every hundredth step is seen, too."""
@@ -396,7 +414,7 @@ def _difference(pair: Pair) -> str | None:
     if any(id(k) not in known for k in (*whole.state, *parts.state)):
         return "its state has entries that are no parameter's"
     for what, a, b in zip(("attributes", "groups"), plain_part(whole), plain_part(parts), strict=True):
-        if repr(a) != repr(b):
+        if told(a) != told(b):
             return f"its {what} advance otherwise when parameters are stepped one at a time"
     return None
 
@@ -404,6 +422,9 @@ def _difference(pair: Pair) -> str | None:
 def same(a: Any, b: Any) -> bool:
     """Whether two trees are equal to the bit, in order."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if is_traceable_wrapper_subclass(a):  # it may know no op that compares
+            names, _ = a.__tensor_flatten__()
+            return type(a) is type(b) and all(same(getattr(a, n), getattr(b, n)) for n in names)
         if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
             return False
         left, right = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from tightship.frontends.torch.elementwise import goes_by_elements
-from tightship.frontends.torch.optimizer.attributes import plain_part, unchanged_globals
+from tightship.frontends.torch.optimizer.attributes import plain_part, told, unchanged_globals
 from tightship.frontends.torch.optimizer.copy import Disagreement, random_states, random_untouched, stepped
 from tightship.frontends.torch.optimizer.probe import (
     DRAWS,
@@ -123,7 +123,7 @@ def _difference(pair: Pair) -> str | None:
         return "its state has entries that are no parameter's"
     rows = [plain_part(o) for o in (pair.whole, first, second)]
     for what, *values in zip(("attributes", "groups"), *rows, strict=True):
-        if len(set(map(repr, values))) > 1:
+        if len(set(map(told, values))) > 1:
             raise Disagreement(what)
     return None
 
