@@ -228,8 +228,8 @@ class _Inference(Lists):
                             str(a) if a == b else "N" for a, b in zip(given[k], begun[k], strict=False)
                         )
                         asked = f"give the shape that it has in the end, --shape {self.around}{name}:{k}={letters}"
-                        same_rank = len(given[k]) == len(begun[k])
-                        rule = f"{asked}, or {_STEADY}" if same_rank else _STEADY
+                        by_data = name not in self.grown and len(given[k]) == len(begun[k])
+                        rule = f"{asked}, or {_STEADY}" if by_data else _STEADY
                         raise UnknownSize(f"{fault}; {rule}", place=f"{self.place}: node {name!r}")
 
     def _imported(self) -> dict[str, Any]:
