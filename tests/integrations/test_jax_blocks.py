@@ -169,10 +169,10 @@ def test_what_a_shard_map_makes_again_waits_for_its_turn() -> None:
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=(spec(), spec()), out_specs=spec(), check_vma=False)
     traced = jax.jit(jax.value_and_grad(mapped)).trace(weights(), X)
     program, leaves = program_of(traced.jaxpr), jax.tree.leaves((weights(), X))
-    before, operations = look_at(traced.lower(), memory=True)
+    before, operations, _ = look_at(traced.lower(), memory=True)
     search = Search((program,), leaves, (), before.total, before, math.inf, operations)
     level = search.planner.by_policy(program, "blocks/4/4", math.inf)
-    found, counted = look_at(search.lower(level), memory=True)
+    found, counted, _ = look_at(search.lower(level), memory=True)
     assert found.temporaries < 0.6 * before.temporaries and counted > 1.1 * operations
 
 
@@ -182,7 +182,7 @@ def test_plans_between_the_least_and_those_that_took_too_much_are_looked_at(monk
     less than of the least: one such plan is looked at however late it is."""
     traced = jax.jit(step_of(attention)).trace(weights(), X)
     program, leaves = program_of(traced.jaxpr), jax.tree.leaves((weights(), X))
-    before, operations = look_at(traced.lower(), memory=False)
+    before, operations, _ = look_at(traced.lower(), memory=False)
     search = Search((program,), leaves, (), before.total - 1, before, until, operations)
     wide = search.planner.level(program, 0.9 * unplanned_bytes(program))
     least = search.planner.level(program, 0.0)
@@ -249,7 +249,7 @@ def searched(step, *given):
     """A search for ``limit(before)`` bytes; the last of what is given."""
     *args, limit = given
     traced = jax.jit(step).trace(*args)
-    before, operations = look_at(traced.lower(), memory=False)
+    before, operations, _ = look_at(traced.lower(), memory=False)
     program = program_of(traced.jaxpr)
     return Search((program,), jax.tree.leaves(args), (), limit(before), before, math.inf, operations)
 

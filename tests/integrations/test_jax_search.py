@@ -11,6 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import tightship  # noqa: E402
+from tightship.integrations import jax_compiled  # noqa: E402
 from tightship.integrations.jax_bodies import program_of  # noqa: E402
 from tightship.integrations.jax_compiled import Memory, look_at  # noqa: E402
 from tightship.integrations.jax_schedules import fused_peak  # noqa: E402
@@ -160,3 +161,17 @@ def test_policies_come_before_more_plans_where_the_model_is_far_from_what_xla_ma
     fit = fitted.prepare(params, means, squares, x)
     assert fit.memory.total <= fit.budget
     assert len(fit.tried) <= 6
+
+
+def test_what_makes_up_the_peak_is_read_of_the_program_that_was_looked_at(monkeypatch) -> None:
+    """Not of one that XLA compiles once more: each look is one compilation, and there is no other."""
+    compiled = []
+    real = jax_compiled.compile_for
+    monkeypatch.setattr(jax_compiled, "compile_for", lambda *a, **k: compiled.append(1) or real(*a, **k))
+    searched = []
+    run = Search.run
+    monkeypatch.setattr(Search, "run", lambda self: searched.append(self) or run(self))
+    with pytest.raises(tightship.Infeasible) as error:
+        tightship.jax.fit(step_of(layers), "static+1%", cache=None).prepare(*given(2))
+    assert error.value.top[1:]
+    assert len(compiled) == 1 + len(searched[0].tried) > 1  # the step as it is, and each program

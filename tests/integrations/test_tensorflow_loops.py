@@ -313,3 +313,27 @@ def test_functions_that_call_themselves_are_refused(tmp_path: Path) -> None:
     node.attr["f"].func.name = function.signature.name
     with pytest.raises(BadInput):
         read(tmp_path, proto)
+
+
+def test_how_often_a_loop_turns_is_said_by_what_a_result_ends_as(tmp_path: Path) -> None:
+    """A loop whose end follows from data, and that appends a column in every turn: ten times here."""
+
+    def appended(x: Any, p: Any) -> Any:
+        return tf.while_loop(
+            lambda v: tf.reduce_max(v[:, -1]) < 10.0,
+            lambda v: (tf.concat([v, v[:, -1:] + 1.0], 1),),
+            [x], shape_invariants=[tf.TensorShape((64, None))],
+        )[0]  # fmt: skip
+
+    proto = graph(appended)
+    with pytest.raises(UnknownSize, match=r"--shape while:2=64xN"):
+        read(tmp_path, proto)
+    path = str(tmp_path / "graph.pb")
+    source = sources.read_graphdef(path, fetch="out", shape="while:2=64x74")
+    op = next(o for o in source.graph.ops if o.target in ("While", "StatelessWhile"))
+    assert 64 * 74 * 4 in {source.graph.storages[source.graph.values[v].storage].size for v in op.outputs}
+    assert op.workspace >= 64 * 73 * 4  # what the last turn is given
+    planned = planned_graph(source, api.plan(source.graph).plan)
+    assert np.array_equal(run(proto)[0], run(planned)[0])
+    with pytest.raises(BadInput, match="never leads to"):
+        sources.read_graphdef(path, fetch="out", shape="while:2=63x74")

@@ -7,13 +7,22 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from tightship.errors import Unsupported
 
-__all__ = ["Memory", "compile_for", "look_at", "memory_of", "operations_of", "placed_as", "scheduled_text"]
+__all__ = [
+    "Look",
+    "Memory",
+    "compile_for",
+    "look_at",
+    "memory_of",
+    "operations_of",
+    "placed_as",
+    "scheduled_text",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,15 @@ class Memory:
     @property
     def total(self) -> int:
         return self.static + self.temporaries
+
+
+class Look(NamedTuple):
+    """What XLA says of a program: ``operations`` are 0 where they were not counted, and ``module`` is its text with
+    its schedule, empty where XLA did not write it."""
+
+    memory: Memory
+    operations: float
+    module: str = ""
 
 
 def memory_of(compiled: Any) -> Memory:
@@ -101,24 +119,24 @@ _STOP = "tightship_stop"
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)", re.MULTILINE)
 
 
-def look_at(lowered: Any, *, memory: bool, counted_within: float = math.inf) -> tuple[Memory, float]:
+def look_at(lowered: Any, *, memory: bool, counted_within: float = math.inf) -> Look:
     """Memory of the program that XLA would compile, and its operations, unless it takes more than so many bytes in
     all. On CPUs without making its code, which takes most of the time: to the byte what the compiled program has, for
     it is that program's assignment of buffers."""
     found = _stopped(lowered, memory, counted_within) if jax.default_backend() == "cpu" else None
     if found is None:
         compiled = compile_for(lowered, memory=memory, quick=True)
-        found = memory_of(compiled), operations_of(compiled)
+        found = Look(memory_of(compiled), operations_of(compiled))
     return found
 
 
-def _stopped(lowered: Any, memory: bool, counted_within: float = math.inf) -> tuple[Memory, float] | None:
+def _stopped(lowered: Any, memory: bool, counted_within: float = math.inf) -> Look | None:
     """Memory and operations of a program, off what XLA wrote of it."""
     found = _written(lowered, memory)
     if found is None:
         return None
     sizes = _assigned(found[0])
-    return sizes, _counted(found[1]) if sizes.total <= counted_within else 0.0
+    return Look(sizes, _counted(found[1]) if sizes.total <= counted_within else 0.0, found[1])
 
 
 def scheduled_text(lowered: Any, *, memory: bool) -> str:

@@ -344,7 +344,7 @@ class _Planning:
             before, operations = memory_of(first), operations_of(first)
             placed = placed_as(first)
         else:
-            (before, operations), placed = look_at(lowered, memory=False), {}
+            (before, operations, _), placed = look_at(lowered, memory=False), {}
         until = self.until - _LAST * (time.process_time() - began)
         limit = self.budget.resolve(before.total, static=before.static)
         drops = "differentiated=True" in self.text  # checkpoints that make something again

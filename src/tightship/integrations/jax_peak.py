@@ -6,14 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tightship import hlo
 from tightship.baselines import xla_assign
 from tightship.errors import BadInput, Unsupported
 from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.dataflow import Buffer, Node
-from tightship.integrations.jax_compiled import scheduled_text
 
 __all__ = ["largest_at_peak"]
 
@@ -28,11 +26,11 @@ _OURS = str(Path(__file__).resolve().parent.parent)
 Row = tuple[str, int, str]
 
 
-def largest_at_peak(lowered: Any, *, memory: bool) -> tuple[str, list[Row]]:
-    """What runs at the peak of a program's temporaries, and the largest values that are there then, each with its
-    bytes and its place in the user's program; nothing of a module that is not read here."""
+def largest_at_peak(module: str) -> tuple[str, list[Row]]:
+    """What runs at the peak of the temporaries of a module with its schedule, and the largest values that are there
+    then, each with its bytes and its place in the user's program; nothing of a module that is not read here."""
     try:
-        made = xla_assign.plan(hlo.parse(scheduled_text(lowered, memory=memory)))
+        made = xla_assign.plan(hlo.parse(module))
     except (BadInput, Unsupported):
         return "", []
     step, there = _peak(made)

@@ -13,7 +13,7 @@ from tightship.graph import Graph, aligned
 from tightship.integrations.jax_policies import Steps
 from tightship.plan import Step
 from tightship.planners import default
-from tightship.simulate import baseline, extras, replay
+from tightship.simulate import extras
 
 __all__ = ["TIGHTENED", "Schedules", "check_steps", "fused_peak", "peak_of", "plan_steps", "whole_steps"]
 
@@ -69,8 +69,9 @@ class Schedules:
 def plan_steps(graph: Graph, beyond: float, work: int) -> Steps:
     """Which op runs when, so that the graph takes ``beyond`` bytes beyond what it is given; as near as plans come in
     searches of ``work`` each, or less for few ops."""
-    if beyond == math.inf or replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
-        return [(False, op) for op in range(len(graph.ops))]
+    given = [(False, op) for op in range(len(graph.ops))]
+    if beyond == math.inf or peak_of(graph, given) <= graph.static_bytes + beyond:
+        return given
     limit, least = graph.static_bytes + int(beyond), int(aligned(lower_bound(graph)))
     if limit < least:  # for which nothing is found, slowly
         limit = least + (least - graph.static_bytes) // _SPARE
@@ -84,7 +85,7 @@ def plan_steps(graph: Graph, beyond: float, work: int) -> Steps:
             limit = max(error.best_peak, error.lower_bound)
             limit += (limit - graph.static_bytes) // _SPARE
     else:
-        return [(False, op) for op in range(len(graph.ops))]
+        return given
     steps = [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]
     return _fewer(graph, steps, limit)
 

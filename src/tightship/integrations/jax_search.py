@@ -20,7 +20,7 @@ from tightship.cached import cached_property
 from tightship.errors import Infeasible
 from tightship.frontends.jax_function import on_values
 from tightship.frontends.jax_program import Program
-from tightship.integrations.jax_compiled import Memory, compile_for, look_at, memory_of
+from tightship.integrations.jax_compiled import Memory, compile_for, look_at, memory_of, scheduled_text
 from tightship.integrations.jax_levels import Level, Planner, unplanned_bytes
 from tightship.integrations.jax_peak import largest_at_peak
 from tightship.integrations.jax_policies import is_policy
@@ -166,6 +166,8 @@ class Search:
         self._orders: tuple[bool, ...] = (True, False) if cpu else (False,)
         self._other = math.inf
         self._more = 0
+        # The program that takes least, with its text for what is said of its peak: one, as texts are long.
+        self._nearest: tuple[Candidate | None, str] = (None, "")
         self._small = len(self.programs[0].equations) <= _SMALL
         self._flops = sum(e.flops for e in self.programs[0].equations)
         self._scale = 1.0
@@ -224,7 +226,8 @@ class Search:
         best = min(self.found, key=lambda c: c.memory.total, default=None)
         if best is None or best.memory.total > total:
             return "", []
-        at, rows = largest_at_peak(best.lowered, memory=best.order)
+        of, module = self._nearest
+        at, rows = largest_at_peak(module if of is best else scheduled_text(best.lowered, memory=best.order))
         return at, [("arguments and results", self.before.static, ""), *rows] if rows else []
 
     def _look_around(self) -> None:
@@ -475,9 +478,11 @@ class Search:
         return made[0]
 
     def _look_in(self, order: bool, of: Candidate) -> Candidate:
-        memory, operations = look_at(of.lowered, memory=order, counted_within=self.limit)
-        self.tried.append(memory.total)
+        memory, operations, module = look_at(of.lowered, memory=order, counted_within=self.limit)
         made = replace(of, memory=memory, order=order, operations=operations)
+        if module and memory.total < min(self.tried, default=math.inf):
+            self._nearest = made, module
+        self.tried.append(memory.total)
         self._looks[_key(of.level, of.log), order] = made
         self.found.append(made)
         return made

@@ -9,7 +9,7 @@ error that names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -54,7 +54,7 @@ from tightship.frontends.tensorflow.shapes import (
     static_value,
     with_shapes,
 )
-from tightship.frontends.tensorflow.turns import Shape, grown, most_turns
+from tightship.frontends.tensorflow.turns import Shape, grown, most_turns, turns_until
 
 __all__ = ["Called", "Made", "Types", "infer", "variable_bytes"]
 
@@ -224,7 +224,13 @@ class _Inference(Lists):
                 for k, (one, two) in enumerate(zip(ends, made, strict=False)):
                     if one != two:
                         fault = f"value {k} of the loop has shape {list(given[k])} and then {list(begun[k])}"
-                        raise UnknownSize(f"{fault}; {_STEADY}", place=f"{self.place}: node {name!r}")
+                        letters = "x".join(
+                            str(a) if a == b else "N" for a, b in zip(given[k], begun[k], strict=False)
+                        )
+                        asked = f"give the shape that it has in the end, --shape {self.around}{name}:{k}={letters}"
+                        by_data = name not in self.grown and len(given[k]) == len(begun[k])
+                        rule = f"{asked}, or {_STEADY}" if by_data else _STEADY
+                        raise UnknownSize(f"{fault}; {rule}", place=f"{self.place}: node {name!r}")
 
     def _imported(self) -> dict[str, Any]:
         graph = tf.Graph()
@@ -375,11 +381,30 @@ class _Inference(Lists):
             return found
         data = [i for i in node.input if not i.startswith("^")]
         bodies = [self.library.body(n) for n in self.library.called(node)]
-        turns = most_turns(bodies[0], bodies[1], lambda k: self._constant(data[k]))
+        turns = self._turns_said(node, begun, first)
+        if turns is None:
+            turns = most_turns(bodies[0], bodies[1], lambda k: self._constant(data[k]))
         if turns:  # what a turn needs is counted of the last one
             last = [self._of_shape(m, s) for m, s in zip(given, grown(begun, first, turns - 1), strict=True)]
             found, self.grown[node.name] = self._called_with(node, last), (first, grown(begun, first, turns))
         return found
+
+    def _turns_said(self, node: Any, begun: Sequence[Shape], first: Sequence[Shape]) -> int | None:
+        """The turns after which a value that a loop carries has the shape that the user says of its result: how many
+        they are follows from data."""
+        for k, (one, two) in enumerate(zip(begun, first, strict=True)):
+            text = f"{node.name}:{k}"
+            if one == two or (said := self.said.get(text)) is None:
+                continue
+            turns = turns_until(one, two, said)
+            if turns is None:
+                fault = (
+                    f"{text} is {list(one)}, and {list(two)} after a turn, which never leads to {list(said)}"
+                )
+                raise BadInput(fault, place="--shape")
+            self.counted.add(text)
+            return turns
+        return None
 
     @staticmethod
     def _of_shape(made: Made, shape: tuple[int, ...]) -> Made:

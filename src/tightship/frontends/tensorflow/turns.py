@@ -10,7 +10,7 @@ import tensorflow as tf
 from tightship.frontends.tensorflow.functions import Body
 from tightship.frontends.tensorflow.nodes import name_of
 
-__all__ = ["Shape", "grown", "most_turns"]
+__all__ = ["Shape", "grown", "most_turns", "turns_until"]
 
 Shape = tuple[int, ...]
 
@@ -77,3 +77,15 @@ def grown(before: Sequence[Shape], after: Sequence[Shape], turns: int) -> list[S
         else (b if turns else a)
         for a, b in zip(before, after, strict=True)
     ]
+
+
+def turns_until(before: Shape, after: Shape, ends: Shape) -> int | None:
+    """The turns that lead from a shape to the one that it ``ends`` as, if any do, where the first one led to
+    ``after``."""
+    by = [(end - a, b - a) for a, b, end in zip(before, after, ends, strict=False) if a != b]
+    turns = by[0][0] // by[0][1] if by else 0
+    return (
+        turns
+        if turns >= 0 and len(after) == len(ends) and grown([before], [after], turns) == [ends]
+        else None
+    )
