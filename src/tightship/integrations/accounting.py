@@ -164,7 +164,7 @@ class Ledger:
         counted."""
         place = self.place(entry.place[0]) if backward is None else self._ended(entry, backward)
         known = self._known.setdefault(place, [])
-        if self._gathered.hooks is not None:
+        if self._gathered.hooks:
             self._check_hooks(place)
         now = entry.elsewhere() if elsewhere else entry
         if not any(entry is e for e in known):
@@ -249,9 +249,11 @@ class Ledger:
     def gathers(self, found: HookMemory | None) -> None:
         """Parts of parameters are there all along, and what hooks of ``fully_shard`` hold while graphs run: counted
         from here on."""
-        if found is not None and self._gathered.hooks is None:
-            self._gathered.hooks, parts = found, self.new_static(_PARTS, found.parts())
-            self.entries = {_PARTS: Entry(parts, 0, 0, 0, 0, 0, place=_PARTS), **self.entries}
+        if found is not None and found.model not in self._gathered.hooks:
+            self._gathered.hooks[found.model] = found
+            known = self.entries[_PARTS].static if _PARTS in self.entries else 0
+            parts = Entry(known + self.new_static(_PARTS, found.parts()), 0, 0, 0, 0, 0, place=_PARTS)
+            self.entries = {_PARTS: parts} | self.entries | {_PARTS: parts}
         self._note_whole()
         self._gathered.note()
 
@@ -412,7 +414,7 @@ class Ledger:
     def _others(self, rows: Sequence[Entry]) -> int:
         """Bytes of gradients that are counted as there while graphs run: of what runs outside of all of them, such as
         the head of a model whose layers are compiled one by one. Of a percentage, and of ``fully_shard``."""
-        if self._gathered.hooks is not None:
+        if self._gathered.hooks:
             counted = self.step is not None and self.accumulate
             return 0 if counted else max(self._gathered.gradients - sum(e.parameters for e in rows), 0)
         percent = self.budget is not None and self.budget.bytes is None
@@ -433,7 +435,7 @@ class Ledger:
             peak = max(peak, kept + e.unplanned + later)
             kept += e.unplanned_rest
         peak += self._gathered.passes + (self._others(rows) if training else 0)
-        if self._gathered.hooks is not None and training:
+        if self._gathered.hooks and training:
             peak = max(peak, self._after_hooks(rows))
         if training and self.step is not None:
             peak = max(peak, self._beside_static(max(e.results for e in rows)))
@@ -479,7 +481,7 @@ class Ledger:
         limit, static = self.limit, sum(e.static for e in rows)
         if limit is None:
             return
-        held = self._gathered.passes + (self._others(rows) if self._gathered.hooks is not None else 0)
+        held = self._gathered.passes + (self._others(rows) if self._gathered.hooks else 0)
         needs = {
             k: static + held + rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             for k, e in enumerate(rows)
@@ -491,7 +493,7 @@ class Ledger:
                 budget=limit, lower_bound=static, best_peak=needs[k], at=f"a pass of {name_of(rows, k)}",
                 top=[*top_of(rows, k, static), *self._held_by_hooks()], advice=self._why_again(rows),
             )  # fmt: skip
-        if self._gathered.hooks is not None and (last := static + self._after_hooks(rows)) > limit:
+        if self._gathered.hooks and (last := static + self._after_hooks(rows)) > limit:
             top = [(_HOOKS, last - static, ""), ("parameters, state, buffers and batch", static, "")]
             raise Infeasible(
                 budget=limit, lower_bound=last, best_peak=last, at="the end of the backward pass", top=top
@@ -583,7 +585,7 @@ class Ledger:
             rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             for k, e in enumerate(rows)
         ), default=0)  # fmt: skip
-        if self._gathered.hooks is not None:
+        if self._gathered.hooks:
             peak = max(peak + self._gathered.passes + self._others(rows), self._after_hooks(rows))
         return max(static + peak, self._most, self.step_peak(current=True))
 

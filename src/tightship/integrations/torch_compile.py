@@ -301,7 +301,7 @@ class Session(NotCopied):
 
     def _check(self, gm: Any) -> None:
         self.ledger.sends(compat_ddp.active_buckets())
-        self.ledger.gathers(compat_gathered.running_hooks())
+        self.ledger.gathers(compat_gathered.running_hooks(compat_dynamo.trained_parameters(gm)))
         follows = compat_dynamo.graph_break(gm)
         if follows is not None and follows.by_ddp:
             raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")

@@ -63,6 +63,7 @@ class HookMemory:
     """
 
     def __init__(self, states: Sequence[Any]) -> None:
+        self.model = id(states)
         self._states = list(states)
         self._groups = [
             _measured(group, outermost=bool(state._is_root))
@@ -152,16 +153,20 @@ class HookMemory:
         return total
 
 
-def running_hooks() -> HookMemory | None:
-    """Of the model of ``fully_shard`` that is in its forward or backward pass; None where none is."""
+def running_hooks(given: Iterable[torch.Tensor]) -> HookMemory | None:
+    """Of the model of ``fully_shard`` that is in its forward or backward pass and has gathered some of these; where
+    none has, of the only one that is. A model that has raised an error in a pass seems to be in it ever after."""
     from torch.distributed._composable_state import _module_state_mapping as known
 
+    keys, found = {storage_key(own_part(t)) for t in given}, {}
     for state in [s for reference in known.values() if (s := reference()) is not None]:
         if getattr(state, "_fsdp_param_groups", None) is None or state._is_root is None:
             continue
         if state._training_state.name != "IDLE":
-            return HookMemory(state._state_ctx.all_states)
-    return None
+            states = state._state_ctx.all_states
+            found[id(states)] = HookMemory(states)
+    having = [one for one in found.values() if one.whole() & keys] or list(found.values())
+    return having[0] if len(having) == 1 else None
 
 
 def _measured(group: Any, outermost: bool) -> _Group:
