@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +19,7 @@ from worker import adamw, caught, digest, main
 from tightship.execute import graph_board, graph_ranks
 from tightship.frontends.torch import compat_distributed
 from tightship.integrations import torch_compile_graph
-from tightship.integrations.torch_compile import compiled_plans
+from tightship.integrations.torch_compile import compiled_plans, compiled_session, measured_step
 
 WIDTH = 16
 WAYS = ("ddp", "ddp inside", "fully_shard", "tensor parallel")
@@ -248,6 +249,97 @@ def own_parts() -> Any:
         budget = graph.plan.peak
         rows[str(len(rows))] = budget, graph.plan.count("recompute")
     return rows
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4 * WIDTH, 16 * WIDTH)
+        self.down = torch.nn.Linear(16 * WIDTH, 4 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(F.gelu(self.up(x))) + x
+        return out
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _in_blocks(policy: MixedPrecisionPolicy, **more: Any) -> Any:
+    m = Blocks()
+    for block in m.blocks:
+        fully_shard(block, mp_policy=policy, **more)
+    return fully_shard(m, mp_policy=policy, **more)
+
+
+def _steps_in_blocks(
+    mode: str | None, budget: Any = None, policy: Any = None, unsent: int = -1, **more: Any
+) -> dict[str, Any]:
+    """Losses and parts of parameters after four steps; with a mode, the bytes of each. ``unsent``: the step whose
+    gradients stay whole."""
+    torch._dynamo.reset()
+    m = _in_blocks(policy or MixedPrecisionPolicy(), **more)
+    o, losses, bytes_ = adamw(m), [], []
+    options = {"budget": budget, "mode": mode, "cache": None, "optimizer": o}
+    for block in m.blocks if mode is not None else ():
+        block.compile(backend="tightship", options=options, dynamic=False)
+    for k in range(4):
+        x = torch.randn(96, 4 * WIDTH, generator=torch.Generator().manual_seed(10 * k + dist.get_rank()))
+        if k == unsent:
+            m.set_requires_gradient_sync(False)
+        step: Any = SimpleNamespace(planned=None, measured=None)
+        with nullcontext(step) if mode is None else measured_step(m.blocks[0]) as step:
+            loss = m(x).pow(2).mean()
+            loss.backward()
+            o.step()
+            o.zero_grad()
+        losses.append(float(loss.detach()))
+        del loss
+        bytes_.append((step.planned, step.measured))
+    parts = digest(p.to_local() for p in m.parameters())
+    return {"losses": losses, "parts": parts, "bytes": bytes_[2:], "budget": _limit(m) if mode else None}
+
+
+def _limit(m: Any) -> int | None:
+    return compiled_session(m.blocks[0]).ledger.limit
+
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "gathered again": {},
+    "stays": {"reshard_after_forward": False},
+    "bfloat16": {"policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
+
+
+def gathered() -> Any:
+    """Blocks of ``fully_shard`` that are compiled one by one, with the optimizer in the budget: in eager, without a
+    budget, at a percentage and in bytes; and with gradients that are not sent any more."""
+    rows: dict[str, Any] = {}
+    for how, given in GATHERED.items():
+        rows[how] = {"eager": _steps_in_blocks(None, **given)}
+        for budget in ("90%", None) if how == "gathered again" else ("90%",):
+            rows[how][str(budget)] = _steps_in_blocks("exact", budget, **given)
+    known = rows["gathered again"]
+    known["bytes"] = _steps_in_blocks("exact", known["90%"]["budget"])
+    whole = rows["gathered again"]["None"]["bytes"][-1][0]
+    rows["unsent"] = caught(lambda: _steps_in_blocks("exact", whole, unsent=2))
+    dist.barrier()
+    rows["unsent, with room"] = caught(lambda: _steps_in_blocks("exact", 2 * whole, unsent=2))
+    return rows
+
+
+def gathered_compiled() -> Any:
+    rows = {"eager": _steps_in_blocks(None)}
+    return rows | {str(budget): _steps_in_blocks("compiled", budget) for budget in (None, "95%")}
 
 
 if __name__ == "__main__":

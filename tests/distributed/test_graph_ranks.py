@@ -89,3 +89,28 @@ def test_a_budget_is_of_a_ranks_own_parts() -> None:
     """Not of the tensors that they are parts of."""
     for row in ran("own_parts")["own_parts"]:
         assert row["0"] == row["1"]
+
+
+def test_what_fully_shard_gathers_and_sends_counts_within_the_budget() -> None:
+    """No more is in memory than was planned for the rank's step, and not much less; bits are eager's."""
+    for row in ran("gathered")["gathered"]:
+        for how in ("gathered again", "stays", "bfloat16"):
+            eager = row[how].pop("eager")
+            for budget, one in row[how].items():
+                assert (one["losses"], one["parts"]) == (eager["losses"], eager["parts"]), (how, budget)
+                for planned, measured in one["bytes"]:
+                    assert measured <= planned <= 1.3 * measured, (how, budget)
+                    assert one["budget"] is None or planned <= one["budget"]
+        again = row["gathered again"]
+        assert again["90%"]["budget"] < again["None"]["bytes"][0][0]
+        assert row["unsent"]["type"] == "Infeasible"
+        assert "fully_shard's hooks hold more than when this was planned" in row["unsent"]["text"]
+        assert row["unsent, with room"]["type"] == "", row["unsent, with room"]
+
+
+def test_what_fully_shard_gathers_and_sends_counts_in_compiled_mode() -> None:
+    for row in ran("gathered_compiled")["gathered_compiled"]:
+        for budget in ("None", "95%"):
+            assert row[budget]["losses"] == pytest.approx(row["eager"]["losses"], rel=1e-4)
+            for planned, measured in row[budget]["bytes"]:
+                assert measured <= planned <= 1.3 * measured

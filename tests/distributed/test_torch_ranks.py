@@ -153,8 +153,7 @@ def test_the_backend_counts_buckets_and_says_only_what_it_leaves_out(rows: Rows)
         for what in ("planned", "measured"):
             more = row["inside"][what] - row["alone"][what]
             assert more == sum(-(-n // 64) * 64 for n in row["inside"]["buckets"])
-        assert row["layers"]["error"]["type"] == "BadInput"
-        assert "tightship.fit" in row["layers"]["error"]["text"]
+        assert row["layers"]["error"]["type"] == ""  # its own hooks count, with the optimizer
 
 
 @pytest.mark.parametrize(
@@ -168,6 +167,7 @@ def test_the_backend_counts_buckets_and_says_only_what_it_leaves_out(rows: Rows)
         ("static", "the communication hook powerSGD_hook and static_graph after its first step"),
         ("custom", "set_custom_reduce_scatter"),
         ("unused", "set_reduce_scatter_unused_params"),
+        ("replicate", "or parallel=tightship.DataParallel()"),
         ("scripted", "the TorchScript module '0' with sharded parameters"),
         ("parallel", "leave parallel out"),
         ("taken", "call the step that fit has returned"),

@@ -632,6 +632,7 @@ def compiled() -> Any:
 
 def refused() -> Any:
     """What ``fit`` does not take of torch's own ways."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -661,6 +662,7 @@ def refused() -> Any:
         "static": static,
         "custom": custom,
         "unused": unused,
+        "replicate": replicate(model()),
     }
     rows = {
         n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()

@@ -311,6 +311,27 @@ def test_hooks_that_count_nodes_of_autograd_are_refused(kept):
         Two(hook, kept)
 
 
+@pytest.mark.parametrize("how", ["torch's", "own", "before the gradient"])
+def test_hooks_on_nodes_that_accumulate_gradients_are_refused(kept, how):
+    """They hang on no tensor; a step without them would leave out what they do, without a word."""
+    nodes = []
+
+    def hook(model, optimizer, log):
+        if how == "torch's":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # as this is imported
+                from torch.distributed.optim import _apply_optimizer_in_backward
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+            return
+        for p in model.parameters():
+            nodes.append(p.view_as(p).grad_fn.next_functions[0][0])
+            add = nodes[-1].register_hook if how == "own" else nodes[-1].register_prehook
+            add(lambda *_: None)
+
+    with pytest.raises(Unsupported, match=r"on the node that accumulates the gradient of '0\.weight'"):
+        Two(hook, kept)
+
+
 def test_a_hook_on_a_parameter_that_the_step_leaves_out_is_refused(kept):
     def half(model):
         return torch.optim.SGD(model[3:].parameters(), lr=0.1)

@@ -159,6 +159,19 @@ def test_a_forward_pass_that_reads_gradients_is_planned():
 # --- what the optimizer takes ---
 
 
+def test_a_step_on_copies_is_that_of_eager():
+    """Optimizers ask whether they are compiled, and step otherwise then."""
+    asked = []
+
+    class Asking(torch.optim.SGD):
+        def step(self, closure=None):
+            asked.append(torch.compiler.is_compiling())
+            return super().step(closure)
+
+    trained(lambda params: Asking(params, lr=0.1), steps=2)
+    assert len(asked) > 2 and not any(asked)
+
+
 def test_state_is_counted_before_it_exists_and_not_again_afterwards():
     model = Net()
     optimizer = adamw(model.parameters())

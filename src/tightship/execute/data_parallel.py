@@ -320,6 +320,11 @@ def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> 
         )  # fmt: skip
     if options := compat_fully_shard.fully_shard_options(model):
         why = "fit divides the rows of parameters among ranks of a mesh of all, in their own type"
+        if compat_fully_shard.REPLICAS in options:
+            why = "that is replicate(), whose gradients a planned step would not average"
+            instead = (
+                "give fit the plain model in DistributedDataParallel, or parallel=tightship.DataParallel()"
+            )
         raise Unsupported(f"a model in fully_shard with {', '.join(options)}", why, instead)
     recurrent = next((n for n, m in model.named_modules() if isinstance(m, torch.nn.RNNBase)), None)
     if recurrent is not None:

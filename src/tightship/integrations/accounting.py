@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import torch
+
 from tightship.errors import Infeasible
 from tightship.execute import allocator
 from tightship.frontends.torch.compat_ddp import Buckets
+from tightship.frontends.torch.compat_gathered import HookMemory
 from tightship.graph import aligned
+from tightship.integrations.gathered_memory import GatheredMemory
 from tightship.integrations.graph_entries import (
     Ahead,
     Entry,
@@ -64,11 +68,21 @@ class _Share:
 _OPTIMIZER: Final = (-2, 0)
 """Stands in the place of a graph for what the optimizer has."""
 
+_PARTS: Final = (-3, 0)
+"""Stands in the place of a graph for this rank's parts of parameters."""
+
 _ACCUMULATE: Final = (
     "give accumulate=True, which plans for gradients that are there, or clear them before each forward pass: "
     "optimizer.zero_grad(set_to_none=True)"
 )
 
+
+_HOOKS: Final = "whole parameters, gradients and messages of fully_shard"
+
+_GATHERED_MORE: Final = (
+    "fully_shard's hooks hold more than when this was planned (set_requires_gradient_sync(False), "
+    "set_reshard_after_forward(False), unshard()): set these before the first step, or give more bytes"
+)
 
 _CALLED_AGAIN: Final = (
     "the same code runs several times before the first backward pass, which was not known when it was planned: "
@@ -107,6 +121,7 @@ class Ledger:
     _parts: dict[Place, Part] = field(default_factory=dict)  # what they may take of the budget
     _buckets: int = 0
     _most: int = 0  # bytes in use since `begin_step`, gradients included that were there already
+    _gathered: GatheredMemory = field(default_factory=GatheredMemory)
 
     def __post_init__(self) -> None:
         if self.step is not None:
@@ -149,6 +164,8 @@ class Ledger:
         counted."""
         place = self.place(entry.place[0]) if backward is None else self._ended(entry, backward)
         known = self._known.setdefault(place, [])
+        if self._gathered.hooks:
+            self._check_hooks(place)
         now = entry.elsewhere() if elsewhere else entry
         if not any(entry is e for e in known):
             if place != entry.place:
@@ -193,9 +210,9 @@ class Ledger:
 
     def _check_existing(self, place: Place, entry: Entry, backward: bool) -> None:
         assert self.step is not None
-        there = self.step.existing_gradients()
+        there, held = self.step.existing_gradients(), self._gathered.passes
         rows = [*self._earlier(place, current=True), entry]
-        need = sum(e.static for e in rows) + rests(rows, -1) + there
+        need = sum(e.static for e in rows) + rests(rows, -1) + there + held
         need += entry.dynamic if backward else entry.forward
         limit, self._most = self.limit, max(self._most, need)
         if there and limit is not None and need > limit:
@@ -203,6 +220,19 @@ class Ledger:
                 budget=limit, lower_bound=need, best_peak=need, at="a pass with gradients of an earlier one",
                 top=[("gradients that are there already", there, "")], advice=(_ACCUMULATE,),
             )  # fmt: skip
+
+    def _check_hooks(self, place: Place) -> None:
+        """Raise ``Infeasible`` where hooks hold more than was known when graphs were planned: whole gradients that
+        are added up, groups that stay gathered."""
+        if not self._known[place]:
+            self._note_whole()
+        before = self._gathered.passes
+        if self._gathered.note():
+            try:
+                self._check([self._current.get(p, e) for p, e in self.entries.items()])
+            except Infeasible as no:
+                self._gathered.passes = before  # so is what comes next
+                raise no.with_advice((*no.advice, _GATHERED_MORE)) from None
 
     def sends(self, found: Buckets | None) -> None:
         """Buckets of DistributedDataParallel are there all along, beside gradients or with these inside: counted from
@@ -215,6 +245,34 @@ class Ledger:
         self.entries[_OPTIMIZER] = replace(first, static=first.static + self._buckets - inside * gradients)
         if found.views:
             self.step = replace(self.step, gradients=0)
+
+    def gathers(self, found: HookMemory | None) -> None:
+        """Parts of parameters are there all along, and what hooks of ``fully_shard`` hold while graphs run: counted
+        from here on."""
+        if found is not None and found.model not in self._gathered.hooks:
+            self._gathered.hooks[found.model] = found
+            known = self.entries[_PARTS].static if _PARTS in self.entries else 0
+            parts = Entry(known + self.new_static(_PARTS, found.parts()), 0, 0, 0, 0, 0, place=_PARTS)
+            self.entries = {_PARTS: parts} | self.entries | {_PARTS: parts}
+        self._note_whole()
+        self._gathered.note()
+
+    def _note_whole(self) -> None:
+        """Storages in which parameters are whole are not counted as inputs."""
+        self.new_static(_PARTS, dict.fromkeys(self.gathered(), 0))
+
+    def gathered(self) -> frozenset[int]:
+        """The identities of the storages that hooks of ``fully_shard`` fill and free."""
+        return self._gathered.whole()
+
+    def own_gradients(self, given: Iterable[torch.Tensor]) -> int:
+        """Bytes of this rank's parts of the gradients of whole parameters among the tensors."""
+        return 0 if self.accumulate else self._gathered.own_gradients(given)
+
+    def _after_hooks(self, rows: Sequence[Entry]) -> int:
+        """Bytes beside the static set when a step's last backward pass is over."""
+        counted = self._gathered.gradients if self.step is not None and self.accumulate else 0
+        return self._gathered.last() - counted + max((e.results for e in rows), default=0)
 
     def accumulates(self) -> None:
         """Gradients are there while graphs run: all of them are counted from here on."""
@@ -255,7 +313,7 @@ class Ledger:
 
     def _divide(self, rows: list[Entry]) -> None:
         if (limit := self.limit) is not None:
-            parts = divide(rows, limit - self._others(rows))
+            parts = divide(rows, limit - self._others(rows) - self._gathered.passes)
             self._rows, self._parts = rows, {e.place: part for e, part in zip(rows, parts, strict=True)}
 
     @property
@@ -350,12 +408,15 @@ class Ledger:
                 if ahead.said and training:
                     self._said[place[0]] = place[1] + len(own), limit
         rests = sum(e.rest for e in earlier) if beside else 0
-        rests += ahead.beside
+        rests += ahead.beside + self._gathered.passes
         return limit - shared - rests - (self._others([*earlier, *own]) if training else 0)
 
     def _others(self, rows: Sequence[Entry]) -> int:
-        """Bytes of gradients that a percentage counts as there while graphs run: of what runs outside of all of them,
-        such as the head of a model whose layers are compiled one by one."""
+        """Bytes of gradients that are counted as there while graphs run: of what runs outside of all of them, such as
+        the head of a model whose layers are compiled one by one. Of a percentage, and of ``fully_shard``."""
+        if self._gathered.hooks:
+            counted = self.step is not None and self.accumulate
+            return 0 if counted else max(self._gathered.gradients - sum(e.parameters for e in rows), 0)
         percent = self.budget is not None and self.budget.bytes is None
         if self.step is None or self.accumulate or not percent:
             return 0
@@ -373,7 +434,9 @@ class Ledger:
             kept = kept if beside or k < len(earlier) else 0
             peak = max(peak, kept + e.unplanned + later)
             kept += e.unplanned_rest
-        peak += self._others(rows) if training else 0
+        peak += self._gathered.passes + (self._others(rows) if training else 0)
+        if self._gathered.hooks and training:
+            peak = max(peak, self._after_hooks(rows))
         if training and self.step is not None:
             peak = max(peak, self._beside_static(max(e.results for e in rows)))
         return peak + shared
@@ -418,17 +481,26 @@ class Ledger:
         limit, static = self.limit, sum(e.static for e in rows)
         if limit is None:
             return
+        held = self._gathered.passes + (self._others(rows) if self._gathered.hooks else 0)
         needs = {
-            k: static + rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
+            k: static + held + rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             for k, e in enumerate(rows)
-            if e.place != _OPTIMIZER  # `_check_step` is about that
+            if e.place[0] >= 0  # `_check_step` is about others
         }
         k = max(needs, key=needs.__getitem__, default=-1)
         if needs.get(k, 0) > limit:
             raise Infeasible(
                 budget=limit, lower_bound=static, best_peak=needs[k], at=f"a pass of {name_of(rows, k)}",
-                top=top_of(rows, k, static), advice=self._why_again(rows),
+                top=[*top_of(rows, k, static), *self._held_by_hooks()], advice=self._why_again(rows),
             )  # fmt: skip
+        if self._gathered.hooks and (last := static + self._after_hooks(rows)) > limit:
+            top = [(_HOOKS, last - static, ""), ("parameters, state, buffers and batch", static, "")]
+            raise Infeasible(
+                budget=limit, lower_bound=last, best_peak=last, at="the end of the backward pass", top=top
+            )
+
+    def _held_by_hooks(self) -> list[tuple[str, int, str]]:
+        return [(_HOOKS, self._gathered.passes, "")] if self._gathered.passes else []
 
     def _why_again(self, rows: Sequence[Entry]) -> list[str]:
         """What to do where the same code runs again before the backward pass of an earlier call."""
@@ -477,7 +549,7 @@ class Ledger:
 
     def beside(self, place: Place) -> list[tuple[str, int]]:
         """What the optimizer and earlier graphs take of the budget while the graph at ``place`` runs, for people."""
-        earlier = [e for e in self._earlier(place, current=True) if e.place != _OPTIMIZER]
+        earlier = [e for e in self._earlier(place, current=True) if e.place[0] >= 0]
         rows = [
             ("what earlier graphs keep for their backward passes", sum(e.rest for e in earlier)),
             ("their parameters, buffers and inputs", sum(e.static for e in earlier)),
@@ -488,6 +560,7 @@ class Ledger:
                 ("gradients", step.gradients if self.accumulate else 0),
                 ("buckets of DistributedDataParallel", self._buckets),
             ]
+        rows.append((_HOOKS, self._gathered.passes))
         return [(name, size) for name, size in rows if size]
 
     def of_the_whole(self, place: Place, no: Infeasible) -> Infeasible:
@@ -506,14 +579,14 @@ class Ledger:
 
     def planned_step(self) -> int:
         """The most bytes in use in a step like the last: the graphs that ran last, and the optimizer's step."""
-        rows = [
-            self._current.get(p, e) for p, e in self.entries.items() if p in self._current or p == _OPTIMIZER
-        ]
+        rows = [self._current.get(p, e) for p, e in self.entries.items() if p in self._current or p[0] < 0]
         static = sum(e.static for e in rows)
         peak = max((
             rests(rows, k) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
             for k, e in enumerate(rows)
         ), default=0)  # fmt: skip
+        if self._gathered.hooks:
+            peak = max(peak + self._gathered.passes + self._others(rows), self._after_hooks(rows))
         return max(static + peak, self._most, self.step_peak(current=True))
 
     def begin_step(self) -> None:
@@ -523,9 +596,7 @@ class Ledger:
 
     def owned(self) -> int:
         """Bytes of what is there now of the static set: the optimizer's state and gradients as far as they exist."""
-        rows = [
-            self._current.get(p, e) for p, e in self.entries.items() if p in self._current or p == _OPTIMIZER
-        ]
+        rows = [self._current.get(p, e) for p, e in self.entries.items() if p in self._current or p[0] < 0]
         static = sum(e.static for e in rows)
         if self.step is None:
             return static

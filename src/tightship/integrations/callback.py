@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
 
 from tightship.errors import BadInput
-from tightship.execute.interpreter import Fallback
 from tightship.frontends.torch import compat_distributed, compat_dynamo, compat_fully_shard
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, compiled_session
 from tightship.integrations.torch_partition import BackendOptions, read_options
 from tightship.units import format_bytes
 
 __all__ = ["CompileCallback"]
-
-_GATHERED = (
-    "parameters of fully_shard are gathered, sent and freed between graphs, where no plan counts them: the budget is "
-    "of each graph by itself, and not of this rank (tightship.fit plans all of a rank's step)"
-)
 
 _BREAKS = "graphs of those who call them end at fully_shard's hooks"
 
@@ -58,8 +51,8 @@ class CompileCallback:
 
     def attach(self, model: Any, optimizers: Sequence[Any], *, accumulate: bool) -> None:
         """From here on the model runs as planned, within a budget that counts what ``optimizers`` take. Raises
-        ``BadInput`` for a model that is compiled already. Of a model of ``fully_shard`` the budget is of each graph
-        by itself, which is said; under ``strict`` it is refused where it plans.
+        ``BadInput`` for a model that is compiled already. Of a model of ``fully_shard``, modules of torch's own
+        classes are planned by themselves, which is said.
 
         ``accumulate``: gradients are there while the model runs.
         """
@@ -69,13 +62,10 @@ class CompileCallback:
         self._model = model
         plain = [_unwrapped(o) for o in optimizers if o is not None]
         counted = {"optimizer": plain or None, "accumulate": accumulate}
-        if self._each_by_itself(model):
-            counted["optimizer"], self._own_notes = None, (_GATHERED,)
-            warnings.warn(_GATHERED, Fallback, stacklevel=2)
         self._cut = compat_dynamo.cut_at_buckets(False)
         options = {**counted, **self.options}
         model.compile(backend="tightship", options=options)
-        if not self._own_notes:
+        if compat_distributed.distributed_by(model) != "fully_shard":
             return
         self._inside = list(compat_fully_shard.left_to_their_caller(model))
         for module in self._inside:
@@ -83,11 +73,7 @@ class CompileCallback:
         if self._inside:
             kinds = ", ".join(sorted({type(m).__name__ for m in self._inside}))
             what = f"modules of torch's own classes ({len(self._inside)}: {kinds}) are planned by themselves"
-            self._own_notes = (*self._own_notes, f"{what}: {_BREAKS}")
-
-    def _each_by_itself(self, model: Any) -> bool:
-        own = self.options.get("optimizer") is not None or bool(self.options.get("strict"))
-        return not own and compat_distributed.distributed_by(model) == "fully_shard"
+            self._own_notes = (f"{what}: {_BREAKS}",)
 
     def look(self) -> None:
         """Take note of what has been planned so far."""

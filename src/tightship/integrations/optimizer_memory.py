@@ -39,7 +39,9 @@ class StepMemory:
         """Bytes of the gradients that are there now, but those in buckets."""
         if not self.gradients:
             return 0
-        return sum(_bytes(p.grad) for p in _trained(self.optimizers) if p.grad is not None)
+        there = [compat_distributed.own_part(p.grad) for p in _trained(self.optimizers) if p.grad is not None]
+        storages = {compat.storage_key(t): _bytes(t) for t in there}  # several may lie in one
+        return sum(storages.values())
 
     def in_parts(self) -> bool:
         """Whether a parameter is a DTensor, of which this rank has a part."""
@@ -51,7 +53,7 @@ class StepMemory:
 
     def state_storages(self) -> frozenset[int]:
         """The identities of the storages of the state that is there now."""
-        return frozenset(map(compat.storage_key, self._state()))
+        return frozenset(compat.storage_key(compat_distributed.own_part(t)) for t in self._state())
 
     def _state(self) -> Iterator[torch.Tensor]:
         return (t for o in self.optimizers for s in o.state.values() for t in _tensors(s))
@@ -76,7 +78,7 @@ def measure_optimizers(given: Any) -> StepMemory:
     )  # what clipping makes: a norm of each, stacked
     return StepMemory(
         optimizers,
-        {compat.storage_key(p): _bytes(p) for p in params},
+        {compat.storage_key(compat_distributed.own_part(p)): _bytes(p) for p in params},
         sum(state for state, _, _ in rows),
         sum(map(_bytes, trained)),
         max(norms, *(most for _, most, _ in rows)) + _SMALL,
@@ -91,6 +93,7 @@ def _trained(optimizers: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _bytes(t: torch.Tensor) -> int:
+    t = compat_distributed.own_part(t)
     if t.layout is not torch.strided:
         return aligned(t.element_size() * t._nnz() if t.is_sparse else 0)
     return aligned(t.untyped_storage().nbytes(), alignment_of(str(t.device)))

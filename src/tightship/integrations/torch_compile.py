@@ -30,7 +30,15 @@ from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute import allocator
 from tightship.execute.graph_ranks import Turn, begin, failed_before
 from tightship.execute.interpreter import Fallback
-from tightship.frontends.torch import compat, compat_compile, compat_ddp, compat_dynamo, compat_sending
+from tightship.frontends.torch import (
+    compat,
+    compat_compile,
+    compat_ddp,
+    compat_distributed,
+    compat_dynamo,
+    compat_gathered,
+    compat_sending,
+)
 from tightship.integrations.accounting import Ledger, StepBytes
 from tightship.integrations.optimizer_memory import StepMemory, measure_optimizers
 from tightship.integrations.torch_compile_graph import CASTS, Compilation
@@ -60,9 +68,9 @@ _BUCKETS = (
 
 
 _GATHERED = (
-    "parameters of fully_shard are gathered, sent and freed by hooks, between graphs, where no plan counts them: use "
-    "tightship.fit, which takes the model as it is, or leave optimizer= out (callbacks: optimizer=None) for "
-    "a budget of each graph by itself"
+    "the optimizer has parts of parameters that the graph has whole, and no model of fully_shard is running, whose "
+    "hooks would be counted: use tightship.fit, or leave optimizer= out (callbacks: optimizer=None) for a budget of "
+    "each graph by itself"
 )
 
 
@@ -293,6 +301,7 @@ class Session(NotCopied):
 
     def _check(self, gm: Any) -> None:
         self.ledger.sends(compat_ddp.active_buckets())
+        self.ledger.gathers(compat_gathered.running_hooks(compat_dynamo.trained_parameters(gm)))
         follows = compat_dynamo.graph_break(gm)
         if follows is not None and follows.by_ddp:
             raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")
@@ -307,8 +316,9 @@ class Session(NotCopied):
         step = self.ledger.step
         if step is None or not step.in_parts():
             return False
-        keys = map(compat.storage_key, compat_dynamo.trained_parameters(gm))
-        return any(key not in step.parameters for key in keys)
+        given = map(compat_distributed.own_part, compat_dynamo.trained_parameters(gm))
+        known = {*step.parameters, *self.ledger.gathered()}
+        return any(compat.storage_key(t) not in known for t in given)
 
     def _watching_casts(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         """``compiled``, which casts the parameter of this name: says when it has been cast in the same context."""

@@ -15,6 +15,7 @@ import torch
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.profile import profile
 from tightship.frontends.torch import (
+    compat,
     compat_capture,
     compat_compile,
     compat_distributed,
@@ -437,17 +438,31 @@ class Compilation:
         rows = [
             (graph.values[r.value].storage, t)
             for r, t in zip(joint.backward, given, strict=True)
-            if isinstance(r, Ref) and (t is None or t.is_leaf)
+            if isinstance(r, Ref) and (t is None or self._stays(t))
         ]
         stay = {s for s, _ in rows} - graph.static
         parameters = {s for s, t in rows if t is None or isinstance(t, torch.nn.Parameter)} & stay
-        return sum(graph.storages[s].size for s in stay), sum(graph.storages[s].size for s in parameters)
+        parts = self._own_gradients()
+        return sum(graph.storages[s].size for s in stay) + parts, (
+            sum(graph.storages[s].size for s in parameters) + parts
+        )
+
+    def _own_gradients(self) -> int:
+        """Bytes of what stays of the gradients that hooks of ``fully_shard`` send: this rank's parts."""
+        given = [t for t in map(compat_dynamo.example_of, self.placeholders) if t is not None]
+        return self.session.ledger.own_gradients(t for t in given if t.requires_grad)
+
+    def _stays(self, t: torch.Tensor) -> bool:
+        """Whether the gradient of an input stays once it is handed out: others are what an earlier graph's backward
+        pass begins with, or are sent by hooks of ``fully_shard``."""
+        key = compat.storage_key(compat_distributed.own_part(t))
+        return t.is_leaf and key not in self.session.ledger.gathered()
 
     def _passed_on(self) -> int:
-        """Bytes of gradients that an earlier graph's backward pass begins with."""
+        """Bytes of gradients that are handed out and do not stay, less what stays of them."""
         given = map(compat_dynamo.example_of, self.placeholders)
-        passed = [t for t in given if t is not None and t.requires_grad and not t.is_leaf]
-        return sum(compat_distributed.storage_sizes(passed).values())
+        passed = [t for t in given if t is not None and t.requires_grad and not self._stays(t)]
+        return sum(compat_distributed.storage_sizes(passed).values()) - self._own_gradients()
 
     def _ahead(self) -> Ahead:
         """What is to run this code, too, before the first backward pass: modules that are compiled one by one, and as
@@ -484,7 +499,8 @@ class Compilation:
         ledger = self.session.ledger
         if ledger.budget is None or ledger.budget.bytes is None:
             return 0
-        trained = (p for m in others for p in m.parameters() if p.requires_grad and not ledger.accumulate)
+        counted = ledger.accumulate or bool(ledger.gathered())
+        trained = (p for m in others for p in m.parameters() if p.requires_grad and not counted)
         return self._uncounted(others) + sum(compat_distributed.storage_sizes(trained).values())
 
     def _advised(self, no: Infeasible, later: bool, ahead: Ahead = Ahead()) -> Infeasible:  # noqa: B008

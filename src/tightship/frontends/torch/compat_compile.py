@@ -143,8 +143,10 @@ def graph_is_built() -> bool:
 @contextmanager
 def outside() -> Iterator[None]:
     """Run on tensors of one's own in the middle of a compilation: no modes, no autograd, no Python
-    kernels."""
+    kernels. What runs is not told that it is compiled: optimizers step otherwise then."""
     with ExitStack() as stack:
+        stack.callback(setattr, torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag)
+        torch.compiler._is_compiling_flag = False
         stack.enter_context(torch.no_grad())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C._DisablePythonDispatcher())

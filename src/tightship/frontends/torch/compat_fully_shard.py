@@ -17,8 +17,8 @@ import torch
 from tightship.frontends.torch.compat_distributed import Layout, is_distributed, own_part, world_size
 
 __all__ = [
-    "FullySharded", "forward_methods", "fully_shard_casts", "fully_shard_options", "fully_sharded", "left_out",
-    "left_to_their_caller", "sends_no_gradients", "sharding_stand_ins", "undo_fully_shard",
+    "REPLICAS", "FullySharded", "forward_methods", "fully_shard_casts", "fully_shard_options", "fully_sharded",
+    "left_out", "left_to_their_caller", "sends_no_gradients", "sharding_stand_ins", "undo_fully_shard",
 ]  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
                 if one.fsdp_placement.dim != 0:
                     options[f"placements {tuple(one.sharded_param.placements)}"] = None
                 elif one.mesh_info.shard_mesh_dim is None:
-                    options["a mesh that has nothing but replicas"] = None
+                    options[REPLICAS] = None
                 elif one.mesh_info.is_spmd_mesh:
                     options["dp_mesh_dims"] = None
                 sizes.add(one.sharded_param.device_mesh.size())
@@ -84,6 +84,8 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
         options[f"a mesh of {max(sizes)} of {world_size()} ranks"] = None
     return list(options)
 
+
+REPLICAS: Final = "a mesh that has nothing but replicas"
 
 NO_SYNC: Final = "set_requires_gradient_sync(False)"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -128,6 +129,17 @@ def gradient_hooks(tensor: torch.Tensor) -> list[tuple[bool, Callable[..., Any]]
         return []
     early = tensor._backward_hooks or {}
     return [*((False, fn) for fn in early.values()), *((True, fn) for fn in (late or {}).values())]
+
+
+def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """Hooks on the node of autograd that accumulates the tensor's gradient, which hang on no tensor: torch's
+    ``_apply_optimizer_in_backward`` puts its steps there. Python's search for garbage alone knows them."""
+    if not (tensor.is_leaf and tensor.requires_grad):
+        return []
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    own = tensor._backward_hooks
+    found = [r for r in gc.get_referents(node) if isinstance(r, dict) and r is not own]
+    return [fn for hooks in found for fn in hooks.values() if callable(fn)]
 
 
 @contextmanager

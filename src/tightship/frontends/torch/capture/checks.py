@@ -59,8 +59,23 @@ def check_model(model: Any, *, hooks: bool = False, shards: bool = False) -> Non
             "its parts are gathered outside of what a plan sees",
             "give fit the plain model and parallel=tightship.DataParallel(shard=True)",
         )
+    _check_accumulation(model)
     if not hooks:
         check_hooks(model.named_parameters(), model.modules())
+
+
+def _check_accumulation(model: torch.nn.Module) -> None:
+    """Raises ``Unsupported`` for hooks on nodes of autograd, which a planned step does not run."""
+    for n, p in model.named_parameters():
+        for fn in compat_optimizers.accumulation_hooks(p):
+            name = getattr(fn, "__qualname__", type(fn).__name__)
+            raise Unsupported(
+                f"a hook ({name}) on the node that accumulates the gradient of {n!r}",
+                "a planned step has no such node, and would leave out what the hook does",
+                "register it on the parameter (register_post_accumulate_grad_hook); in the place of optimizers that "
+                "step in the backward pass (_apply_optimizer_in_backward) give fit the optimizer: it updates each "
+                "parameter at its gradient",
+            )  # fmt: skip
 
 
 def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterable[torch.nn.Module]) -> None:
