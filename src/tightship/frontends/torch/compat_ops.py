@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from tightship.frontends.torch.compat import require_torch
+from tightship.frontends.torch.compat import is_dense, require_torch
 
 require_torch()
 
@@ -287,6 +287,32 @@ def _composite(fn: Any, device_type: str) -> bool:
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 _NON_FUNCTIONAL = ("CompositeExplicitAutogradNonFunctional",)
+
+
+_aten = torch.ops.aten
+SCATTERS: Final = {
+    _aten.slice_scatter.default: _aten.slice.Tensor,
+    _aten.select_scatter.default: _aten.select.int,
+    _aten.diagonal_scatter.default: _aten.diagonal.default,
+    _aten.as_strided_scatter.default: _aten.as_strided.default,
+}
+"""Ops that copy a tensor and write another one into a part of it, and what gives that part."""
+
+
+def scattered(fn: Any, whole: torch.Tensor, source: torch.Tensor, *where: Any, **more: Any) -> torch.Tensor:
+    """One of `SCATTERS` by the ops that its kernel is made of. The kernel copies the whole storage that a tensor lies
+    in, which shape inference does not see; here a tensor without gaps is copied by itself."""
+    part = SCATTERS[fn]
+    if any(n > 1 and not step for n, step in zip(whole.shape, whole.stride(), strict=True)) or (
+        is_dense(whole) and part is not _aten.as_strided.default
+    ):
+        new = _aten.clone.default(whole)
+    else:
+        elements = whole.untyped_storage().nbytes() // whole.element_size()
+        everything = _aten.clone.default(_aten.as_strided.default(whole, [elements], [1], 0))
+        new = _aten.as_strided.default(everything, whole.shape, whole.stride(), whole.storage_offset())
+    _aten.copy_.default(part(new, *where, **more), source)
+    return new
 
 
 def decompose(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

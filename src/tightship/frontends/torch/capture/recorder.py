@@ -100,6 +100,9 @@ class Recorder(compat.TorchDispatchMode):
             with self, torch._C.DisableTorchFunction():
                 close = torch.ops.aten.all.default(torch.ops.aten.isclose.default(*args, **kwargs))
                 return torch.ops.aten._local_scalar_dense.default(close)
+        if fn in compat_ops.SCATTERS:
+            with self, torch._C.DisableTorchFunction():
+                return compat_ops.scattered(fn, *args, **kwargs)
         if (mask := compat_ops.filled_by_mask(fn, args, kwargs)) is not None:
             with self:
                 own = args[0] if fn._schema.is_mutable else torch.ops.aten.clone.default(args[0])
