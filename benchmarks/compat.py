@@ -233,13 +233,27 @@ def _through_backend(build: Callable[[], Training], options: dict[str, Any]) -> 
 
 def _as_aot_eager(build: Callable[[], Training], options: dict[str, Any]) -> bool:
     """Whether the loop has the bits that it has with torch.compile's own backend ``aot_eager``."""
+    theirs = _recorded(build, backend="aot_eager")
+    ours = _recorded(build, backend="tightship", options=dict(options))
+    return all(
+        list(a) == list(b) and all(_same(a[n], b[n]) for n in a) for a, b in zip(theirs, ours, strict=True)
+    )
+
+
+def _recorded(build: Callable[[], Training], **options: Any) -> list[dict[str, Any]]:
+    """What each step of the loop leaves, run by itself: Dynamo keeps one code for both sides of a comparison."""
     torch._dynamo.reset()
-    theirs, ours = _side(build), _side(build)
-    _compile(theirs, backend="aot_eager")
-    _compile(ours, backend="tightship", options=dict(options))
+    side = _side(build)
+    _compile(side, **options)
+    found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Fallback)
-        return lockstep(theirs, ours, ours.loop.steps).kind == "identical"
+        for k in range(side.loop.steps):
+            with side.turn():
+                left = dict(_leaves(side.step(k), "result"))
+            rows = {**left, **side.state()}
+            found.append({n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in rows.items()})
+    return found
 
 
 def _compile(side: Side, **options: Any) -> Any:

@@ -359,6 +359,23 @@ def test_what_checkpoints_drop_is_not_counted(mode):
     assert step(tight, first).planned <= memory.planned
 
 
+@pytest.mark.parametrize(
+    "make", [lambda **o: one_by_one("compile", **o), checkpointed], ids=["kept", "dropped"]
+)
+def test_what_layers_need_is_said_at_once_whatever_they_were_given(make):
+    """Bytes that would do for all of them, also where the others leave the first one less than nothing."""
+    said = set()
+    for budget in (20_000, 100_000, 200_000):
+        model, _ = make(budget=budget)
+        with pytest.raises(Infeasible) as no:
+            gradients(model)
+        said.add(no.value.best_peak)
+    (needed,) = said
+    model, first = make(budget=needed)
+    gradients(model)
+    assert step(model, first).planned <= needed
+
+
 def test_a_checkpoint_that_is_reentrant_is_said_to_hide_calls(monkeypatch):
     monkeypatch.setattr(Checkpointed, "reentrant", True)
     model, _ = checkpointed(budget="100%")

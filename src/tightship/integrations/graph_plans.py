@@ -89,8 +89,7 @@ class GraphPlans:
         static = graph.static_bytes
         gradients = 0 if self.session.ledger.accumulate else whole.parameters
         if ahead.elsewhere:
-            most, _ = ahead.parts(room, whole.need, whole.rest, gradients)[0]
-            return self.within(graph, static + most)
+            return self.within(graph, static + room - ahead.count * max(whole.rest, gradients))
         budget = self.session.ledger.budget
         others = (
             self.followed and budget is not None and budget.bytes is not None
@@ -105,8 +104,8 @@ class GraphPlans:
         peak, rest = max((p, r) for most, r, p in tried if most == room)
         try:
             return self.within(graph, static + peak, _Held(whole.boundary, rest))
-        except Infeasible:
-            return self.within(graph, static + peak)
+        except Infeasible:  # gradients of calls ahead may take more than there is: that is missing, too
+            return self.within(graph, static + min(peak, room - ahead.count * gradients))
 
     def first(self, graph: Graph, room: int | None, static: int, whole: Whole) -> Plan | None:
         """The plan of a first training step in which others share the budget and nobody knows yet what they need: it
