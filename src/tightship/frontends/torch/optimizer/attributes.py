@@ -179,6 +179,6 @@ def unchanged_globals(optimizer: Any) -> Iterator[list[str]]:
     finally:
         for home, was in zip(homes, before, strict=True):
             for n, x in was.items():
-                if repr(vars(home).get(n)) != repr(x):
+                if told(vars(home).get(n)) != told(x):
                     setattr(home, n, x)
                     changed.append(f"{home.__name__}.{n}")
