@@ -71,9 +71,11 @@ class Ahead:
         """Of ``room`` bytes for a graph and those ahead, in the order to try: the most for one of them, which needs
         ``need`` if it keeps everything, and how many of ``rest`` may stay between its passes. While the last of them
         runs, the others are between theirs; while the first does, the others have handed out their ``gradients``.
-        At first both are the same part of what they would be; then one may have more, and the others keep less."""
+        At first both are the same part of what they would be; then one may have more, and the others keep less.
+        Where what they save is not kept, there is one division, with less than nothing where others take more than
+        there is."""
         if self.elsewhere:  # while one in between runs, some have done the one, and some the other
-            return [(max(room - self.count * max(rest, gradients), 0), rest)]
+            return [(room - self.count * max(rest, gradients), rest)]
         whole = need + self.count * rest
         found: dict[tuple[int, int], None] = {}
         for share in (min(1.0, max(room, 0) / max(whole, 1)), 1.0, 0.875, 0.75):

@@ -89,7 +89,8 @@ class GraphPlans:
         static = graph.static_bytes
         gradients = 0 if self.session.ledger.accumulate else whole.parameters
         if ahead.elsewhere:
-            return self.within(graph, static + room - ahead.count * max(whole.rest, gradients))
+            most, _ = ahead.parts(room, whole.need, whole.rest, gradients)[0]
+            return self.within(graph, static + most)
         budget = self.session.ledger.budget
         others = (
             self.followed and budget is not None and budget.bytes is not None

@@ -44,9 +44,8 @@ class Shares:
     entry: Entry | None = None
     static: int = 0
     missing: int = 0
-    _division: tuple[int, int] | None = (
-        None  # bytes that calls ahead are left, and gradients that each hands out
-    )
+    # Bytes that calls ahead are left, and gradients that each hands out.
+    _division: tuple[int, int] | None = None
 
     def describe(self) -> object:
         """What limits depend on besides this graph, in short: kept code of another one is found out by its limit."""
@@ -102,7 +101,7 @@ class Shares:
         self.divisions = len(parts)
         most, rest = parts[min(self.attempt, len(parts) - 1)]
         if self.ahead.elsewhere:
-            return u.static + most, None
+            return self._left(u.static + most), None
         self._division = room - most, gradients
         return u.static + most, rest
 

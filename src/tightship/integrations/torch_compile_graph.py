@@ -442,10 +442,9 @@ class Compilation:
         ]
         stay = {s for s, _ in rows} - graph.static
         parameters = {s for s, t in rows if t is None or isinstance(t, torch.nn.Parameter)} & stay
+        every, trained = (sum(graph.storages[s].size for s in found) for found in (stay, parameters))
         parts = self._own_gradients()
-        return sum(graph.storages[s].size for s in stay) + parts, (
-            sum(graph.storages[s].size for s in parameters) + parts
-        )
+        return every + parts, trained + parts
 
     def _own_gradients(self) -> int:
         """Bytes of what stays of the gradients that hooks of ``fully_shard`` send: this rank's parts."""

@@ -81,9 +81,9 @@ def plain_part(optimizer: Any) -> Plain:
     return attributes, groups
 
 
-def fixed(optimizer: Any) -> Fixed:
-    """The tensors of its `plain_part`."""
-    return tuple(_fixed(plain_part(optimizer)))
+def fixed(part: Plain) -> Fixed:
+    """The tensors of an optimizer's `plain_part`."""
+    return tuple(_fixed(part))
 
 
 def _fixed(value: Any, where: str = "") -> Iterator[tuple[str, torch.Tensor, int]]:

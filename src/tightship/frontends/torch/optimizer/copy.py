@@ -15,6 +15,7 @@ import torch
 from tightship.frontends.torch import compat, compat_optimizers
 from tightship.frontends.torch.optimizer.attributes import (
     OWN,
+    Fixed,
     Plain,
     copy_plain,
     fixed,
@@ -282,6 +283,7 @@ class Turns:
         self._had: set[int] = set()
         self._stateful: set[int] = set()  # that had an entry before the step
         self._before: Plain = ({}, [])
+        self._tensors: Fixed = ()
         self._attributes: dict[str, Any] | None = None
         self._groups: dict[int, tuple[bool, dict[str, Any]]] = {}  # whether it is a parameter's own group
 
@@ -291,15 +293,16 @@ class Turns:
         Raises ``Disagreement`` when the turns of one step make different things of attributes and groups."""
         if not self._had or id(param) in self._had:
             self._had, self._before = set(), plain_part(self.optimizer)
+            self._tensors = fixed(self._before)
             self._attributes, self._groups = None, {}
             self._stateful = {id(p) for p in self.optimizer.state}
         self._had.add(id(param))
         one = self._alone(group, param)
-        tensors = fixed(one)
         stepped(one, self._step, [(param, grad)])
-        if (name := not_fixed(tensors, fixed(one))) is not None:
+        now = plain_part(one)
+        if (name := not_fixed(self._tensors, fixed(now))) is not None:
             raise Disagreement(f"the tensor in {name!r}, which its step changes")
-        self._note(group, *plain_part(one))
+        self._note(group, *now)
         if len(self._had) == len(self._params):
             self._commit()
             self._had = set()

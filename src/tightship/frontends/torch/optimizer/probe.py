@@ -308,7 +308,7 @@ class Trial:
             {"params": [p for p, place in zip(params, self.places, strict=True) if place == k]} | g
             for k, g in enumerate(groups)
         ]
-        self.made.append((made, fixed(made)))
+        self.made.append((made, fixed((attributes, groups))))
         return made, params
 
     def pair(self, start: Sequence[torch.Tensor]) -> Pair:
@@ -335,7 +335,7 @@ class Trial:
 
     def writes(self) -> str | None:
         for optimizer, before in self.made:
-            if (name := not_fixed(before, fixed(optimizer))) is not None:
+            if (name := not_fixed(before, fixed(plain_part(optimizer)))) is not None:
                 return f"its step changes the tensor in {name!r}"
         return None
 
