@@ -219,7 +219,9 @@ def why_together(optimizer: Any) -> str | None:
 
 
 DRAWS: Final = "its step draws random numbers"
-COMPILES: Final = "its step calls code that torch.compile makes, and other sizes first may make other code"
+COMPILES: Final = (
+    "its step calls code that torch.compile makes, which may depend on the order in which sizes come"
+)
 BY_ITSELF: Final = "call step.backward(batch) and its own step() (fit with None for the optimizer)"
 
 
