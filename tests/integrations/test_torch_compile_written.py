@@ -106,3 +106,61 @@ def test_what_is_written_to_buffers_is_gone_after_the_forward_pass(budget):
     assert memory.planned == memory.measured
     (graph,) = compiled_plans(call)
     assert graph.last.as_planned
+
+
+def reshaped(x):
+    return x.transpose(0, 1).reshape(6, 4)  # a copy, and no view of x
+
+
+def added(x):
+    o = reshaped(x)
+    z = o.exp()
+    torch._dynamo.graph_break()
+    o.add_(1.0)
+    return z.sum() + (o * o).sum()
+
+
+def put(x):
+    o = reshaped(x).contiguous()
+    z = o.exp()
+    torch._dynamo.graph_break()
+    o[torch.tensor([0, 1]), torch.tensor([1, 0])] = x.sum()
+    return z.sum() + o.sum()
+
+
+def made_without_gradients(x):
+    with torch.no_grad():
+        o = reshaped(x)
+        z = o.exp()
+    torch._dynamo.graph_break()
+    o.mul_(x.view(6, 4)[:, :1])
+    return (o * z).sum()
+
+
+@pytest.mark.parametrize("step", [added, put, made_without_gradients])
+def test_a_result_that_the_graph_reads_too_may_be_written(step):
+    """Longformer writes to the rows of tokens with global attention so."""
+    found = []
+    for call in (step, torch.compile(step, backend="tightship", options=QUICK)):
+        x = torch.arange(24.0).view(2, 3, 4).mul(0.1).requires_grad_()
+        loss = call(x)
+        loss.backward()
+        found.append((loss.detach(), x.grad))
+    (loss, grad), (ours, gradient) = found
+    assert torch.equal(loss, ours)
+    assert torch.equal(grad, gradient)
+
+
+def test_a_result_that_is_saved_is_seen_to_be_written():
+    def step(x):
+        o = reshaped(x)
+        z = o * o
+        torch._dynamo.graph_break()
+        o.add_(1.0)
+        return z.sum() + o.sum()
+
+    for call in (step, torch.compile(step, backend="tightship", options=QUICK)):
+        x = torch.rand(2, 3, 4, requires_grad=True)
+        loss = call(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -412,6 +412,7 @@ class PlannedGraph(GraphRuns):
         self._constants = [program.constants[s.key] for s in constants]
         self._positions = [s.key for s in primals]
         self._forward_values = [r.value for r in joint.forward if isinstance(r, Ref)]
+        self._alone = _alone(program.graph, self._forward_values, self.saved)
 
         def executor(steps: range, slots: list[Slot], results: list[int], begins: int, peak: int) -> Executor:
             slots = [*slots, *constants]
@@ -454,6 +455,8 @@ class PlannedGraph(GraphRuns):
             self._outside()
         arena = self._frame_arena.fit(self._extent, self._device) if placed else self._heap
         results = self.forward_pass.execute(tensors, arena, placed=placed, consume=True)
+        for k, others in self._alone.items():
+            _not_a_view(results, k, others)
         count = len(self._forward_values)
         saved = results[count:]
         if placed and self._tracked:
@@ -490,6 +493,32 @@ class PlannedGraph(GraphRuns):
         if not self._tracked:
             return self._frame_arena.idle()
         return self._frame_arena.holds(self, [args[k] for k in self._tracked[:1]])
+
+
+def _alone(graph: Graph, handed: Sequence[int], saved: Sequence[int]) -> dict[int, list[int]]:
+    """Of results that the graph makes and hands out without another one over the same memory: by their number in a
+    forward pass's results, those of what is saved there."""
+    storages = [graph.values[v].storage for v in (*handed, *saved)]
+    shared = Counter(storages[: len(handed)])
+    return {
+        k: [n for n in range(len(handed), len(storages)) if storages[n] == s]
+        for k, s in enumerate(storages[: len(handed)])
+        if shared[s] == 1 and s not in graph.static
+    }
+
+
+def _not_a_view(results: list[Any], k: int, others: Sequence[int]) -> None:
+    """Result ``k`` may have been derived from another tensor of its storage (``aten._unsafe_view``). To AOTAutograd and
+    to eager it is no view: the caller may write to it, and PyTorch refuses that of views that are made in a function
+    of one's own. What is saved of the same memory, ``others``, then sees that it was written to."""
+    t = results[k]
+    if isinstance(t, torch.Tensor) and t._is_view():
+        results[k] = own = torch.ops.aten._unsafe_view(t, t.shape)
+        for n in others:
+            saved = results[n]
+            if (saved.dtype, saved.is_conj(), saved.is_neg()) != (own.dtype, own.is_conj(), own.is_neg()):
+                continue
+            results[n] = own.as_strided(saved.shape, saved.stride(), saved.storage_offset())
 
 
 def _fill(spec: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
