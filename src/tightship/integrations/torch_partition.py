@@ -508,9 +508,9 @@ def _alone(graph: Graph, handed: Sequence[int], saved: Sequence[int]) -> dict[in
 
 
 def _not_a_view(results: list[Any], k: int, others: Sequence[int]) -> None:
-    """Result ``k`` may have been derived from another tensor of its storage (``aten._unsafe_view``). To AOTAutograd and
-    to eager it is no view: the caller may write to it, and PyTorch refuses that of views that are made in a function
-    of one's own. What is saved of the same memory, ``others``, then sees that it was written to."""
+    """Result ``k`` may have been derived from another tensor of its storage (``aten._unsafe_view``). To AOTAutograd
+    and to eager it is no view: the caller may write to it, and PyTorch refuses that of views that are made in a
+    function of one's own. What is saved of the same memory, ``others``, then sees that it was written to."""
     t = results[k]
     if isinstance(t, torch.Tensor) and t._is_view():
         results[k] = own = torch.ops.aten._unsafe_view(t, t.shape)
