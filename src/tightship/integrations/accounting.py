@@ -116,6 +116,7 @@ class Ledger:
     # By frame: calls that the caller says there are, and what a percentage is with all.
     _said: dict[int, tuple[int, int]] = field(default_factory=dict)
     _settled: bool = False
+    _postponed: bool = False  # a graph of the first step does not fit the bytes: what all need is to be said
     _unmet: Infeasible | None = None  # why the graphs of the first step do not meet a percentage
     _rows: list[Entry] = field(default_factory=list)  # of the first step, as far as planned again
     _parts: dict[Place, Part] = field(default_factory=dict)  # what they may take of the budget
@@ -163,6 +164,8 @@ class Ledger:
         than the budget has room for: calls that nobody knew of when the graph was planned, or gradients that nobody
         counted."""
         place = self.place(entry.place[0]) if backward is None else self._ended(entry, backward)
+        if self.postponed and place in self._current and not self._calls:  # no backward pass of the first step
+            self.settle()
         known = self._known.setdefault(place, [])
         if self._gathered.hooks:
             self._check_hooks(place)
@@ -316,6 +319,20 @@ class Ledger:
             parts = divide(rows, limit - self._others(rows) - self._gathered.passes)
             self._rows, self._parts = rows, {e.place: part for e, part in zip(rows, parts, strict=True)}
 
+    def postpone(self) -> bool:
+        """A graph of the first training step does not fit the budget in bytes, and others follow: it runs within the
+        least that is found, and whether all fit, and what they need, is known, and said, with the last of them. False
+        where they are known already."""
+        if self._settled or self.budget is None or self.budget.bytes is None:
+            return False
+        self._postponed = True
+        return True
+
+    @property
+    def postponed(self) -> bool:
+        """Whether it is not known yet what the graphs of the first step need, which do not fit the bytes."""
+        return self._postponed and not self._settled
+
     @property
     def settled(self) -> bool:
         """Whether all graphs of the first training step are known."""
@@ -468,6 +485,8 @@ class Ledger:
         before = self.entries.get(place)
         self.entries[place] = entry if before is None else larger(before, entry)
         final = not follow or self._settled or self.budget is None or self.budget.bytes is not None
+        if self.postponed and follow:
+            return
         if final and entry.training:
             self._check_step()
         earlier = self._earlier(place, current)

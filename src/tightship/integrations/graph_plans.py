@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tightship.errors import Infeasible
@@ -57,9 +57,11 @@ class _Held:
     boundary: int
     rest: int
 
-    def plan(self, graph: Graph, limit: int, options: PlannerOptions) -> Plan:
-        """A plan within ``limit`` bytes."""
+    def plan(self, graph: Graph, limit: int, options: PlannerOptions, known: dict[int, Graph]) -> Plan:
+        """A plan within ``limit`` bytes; ``known``: what was planned for others, by the bytes taken, with what plans
+        of it reached."""
         held = graph.holding(self.boundary, limit, self.rest)
+        held = known.setdefault(held.ops[self.boundary].workspace, held)
         plan = default_plan(held, limit, options)
         taken = held.ops[self.boundary].workspace - graph.ops[self.boundary].workspace
         if not taken:
@@ -78,6 +80,7 @@ class GraphPlans:
     place: Place
     followed: bool
     began: float
+    _held: dict[int, Graph] = field(default_factory=dict, init=False)
 
     def repeated(self, graph: Graph, room: int, whole: Whole, ahead: Ahead) -> Plan:
         """One plan for this call and those ``ahead``, which have ``room`` bytes beyond their inputs together; where
@@ -118,22 +121,38 @@ class GraphPlans:
         if not self.followed and not ledger.others_train(self.place):
             return None
         need = whole.need
-        if (share := ledger.share_of(self.place, static, whole.rest)) is not None:
-            if share >= whole.rest:
+        if not ledger.postponed:
+            if (share := ledger.share_of(self.place, static, whole.rest)) is not None:
+                if share >= whole.rest:
+                    return None
+            elif need <= room // 4 or room <= 0:
                 return None
-        elif need <= room // 4:
-            return None
-        else:
-            need = min(need, room)
+            else:
+                need = min(need, room)
         rest = min(whole.handed, whole.rest) if self.followed else whole.rest
-        limit = graph.static_bytes + need
-        most = graph.static_bytes + need // 2
-        for _ in range(4):
+        most, limit = (graph.static_bytes + n for n in (need // 2, need))
+        return self._keeping(graph, most, limit, _Held(whole.boundary, rest))
+
+    def _keeping(self, graph: Graph, most: int, limit: int, held: _Held) -> Plan | None:
+        """A plan within ``most`` bytes or somewhat more, at most ``limit``, that leaves what may stay, or what it has
+        to; None where none is found."""
+        tried: list[tuple[int, int]] = []  # limits, and the peaks that were reached
+
+        def rest() -> int:
+            """A plan that was reached leaves what is above its limit, at most; the first is tried again as it is."""
+            if len(tried) < 2:
+                return held.rest
+            first, reached = tried[0]
+            if len(tried) == 2 and reached <= limit:
+                return held.rest + reached - first
+            return held.rest + sum(peak - most for most, peak in tried if most == limit)
+
+        for _ in range(5):
             try:
-                return self.within(graph, most, _Held(whole.boundary, rest))
+                return self.within(graph, most, _Held(held.boundary, rest()))
             except Infeasible as no:
-                rest += no.best_peak - most if most == limit else 0
-                most = min(no.best_peak, limit)
+                tried.append((most, no.best_peak))
+                most = min(tried[0][1] if len(tried) == 2 else no.best_peak, limit)
         return None
 
     def again(self, graph: Graph, part: Part | None, room: int | None, whole: Whole) -> Plan | None:
@@ -171,8 +190,8 @@ class GraphPlans:
         whole = graph.static_bytes + free
         budget, ledger = self.session.ledger.budget, self.session.ledger
         known = budget is not None and budget.bytes is not None
-        if self.followed and (known or ledger.resolved_before(self.place, training)):
-            limit = graph.static_bytes + max(free, 0) // 2
+        if free > 0 and self.followed and (known or ledger.resolved_before(self.place, training)):
+            limit = graph.static_bytes + free // 2
             for _ in range(2):
                 try:
                     return self.within(graph, limit)
@@ -200,7 +219,7 @@ class GraphPlans:
             return replace(options, reuse=False, seconds=left, place=place)
 
         if held is not None and limit is not None:
-            plan = held.plan(graph, limit, now(False))
+            plan = held.plan(graph, limit, now(False), self._held)
             return replace(plan, notes=(*plan.notes, *notes))
         try:
             plan = default_plan(graph, limit, now(arena))
@@ -225,22 +244,22 @@ class GraphPlans:
         return replace(options, hints=",".join(f"{a}={b}" for (a, b), yes in here.items() if yes)), notes
 
     def deferred(self, graph: Graph, static: int, whole: Whole, least: int) -> Plan | None:
-        """A plan where a percentage of the graphs so far is too little for this one, and others may follow, which
-        leaves no more between its passes than its part, within ``least`` bytes if there is one: whether all meet the
-        percentage is known, and said, when the first backward pass begins."""
-        ledger = self.session.ledger
+        """A plan where a percentage of the graphs so far, or what they leave of a budget in bytes, is too little for
+        this one, and others may follow: one that leaves no more between its passes than its part of a percentage, or
+        as little as it can, within ``least`` bytes if there is one. Whether all meet the budget is known, and said,
+        when the first backward pass begins, or with the last graph."""
+        ledger, training = self.session.ledger, whole.boundary >= 0
         rest = ledger.share_of(self.place, static, whole.rest)
-        if rest is None or (not self.followed and not ledger.others_train(self.place)):
+        if rest is None:
+            if not ledger.postponed and not (training and self.followed and ledger.postpone()):
+                return None
+            rest = min(whole.handed, whole.rest)
+        elif not self.followed and not ledger.others_train(self.place):
             return None
-        if whole.boundary < 0:
+        if not training:
             try:
                 return None if ledger.settled else self.within(graph, least)
             except Infeasible:
                 return self.within(graph, None)
-        limit = graph.static_bytes + whole.need
-        for most in (least, limit, limit):
-            try:
-                return self.within(graph, most, _Held(whole.boundary, rest))
-            except Infeasible as no:
-                rest += no.best_peak - most if most == limit else 0
-        return None
+        half, limit = (graph.static_bytes + n for n in (whole.need // 2, whole.need))
+        return self._keeping(graph, min(least, half), limit, _Held(whole.boundary, rest))

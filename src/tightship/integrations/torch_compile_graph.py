@@ -367,7 +367,8 @@ class Compilation:
             if not ledger.binding(training):
                 plan = plans.within(graph, None)
                 return entered(replace(plan, notes=(*plan.notes, NOT_HELD)))
-            rest = None if ahead.count else free(True)
+            unknown = ahead.others and not ledger.settled
+            rest = None if ahead.count or unknown else free(True)
             if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
                 return entered(plans.within(graph, graph.static_bytes + rest), current=True)
             found = None if later and training else plans.deferred(graph, static, whole, no.best_peak)
