@@ -451,3 +451,34 @@ def test_models_with_other_options_have_plans_of_their_own(different):
     other(batch()).square().mean().backward()
     assert len(compiled_plans(other)) == len(compiled_plans(first)) == 1
     assert compiled_plans(other) != compiled_plans(first)
+
+
+class Windows(nn.Module):
+    """Channels last behind a convolution's layout, as attention in windows has them: a gradient comes to dropout in
+    another layout than its mask has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.of, self.dropout = nn.Linear(16, 16), nn.Dropout(0.3)
+
+    def forward(self, x):  # windows of half the height and width
+        b, c, h, w = x.shape
+        apart = x.view(b, c, 2, h // 2, 2, w // 2).permute(0, 3, 5, 2, 4, 1)
+        made = self.dropout(self.of(apart)) + apart
+        whole = made.permute(0, 5, 3, 1, 4, 2).reshape(b, c, h, w)
+        return (whole.mean((2, 3)).softmax(1) * torch.arange(16.0)).sum()
+
+
+@pytest.mark.parametrize("size", [2, 4])  # windows of one pixel, whose sizes of one have any strides
+def test_gradients_of_dropout_in_the_layout_of_what_follows(size):
+    """The graph takes them to be contiguous, as they are on CUDA, and views them (stock ``aot_eager`` raises)."""
+    found = []
+    for backend in (None, "tightship"):
+        model = Windows()
+        run = torch.compile(model, backend=backend, options=QUICK) if backend else model
+        torch.manual_seed(1)
+        run(torch.randn(4, 16, size, size)).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert compiled_plans(run)
+    assert all(map(torch.equal, *found))
