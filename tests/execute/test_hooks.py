@@ -332,6 +332,25 @@ def test_hooks_on_nodes_that_accumulate_gradients_are_refused(kept, how):
         Two(hook, kept)
 
 
+@pytest.mark.parametrize("how", ["register_hook", "register_prehook"])
+def test_hooks_on_nodes_that_accumulate_gradients_are_refused_after_fit_too(kept, how):
+    def hook(model, optimizer, log):  # hooks of the parameters themselves are taken along
+        model[3].weight.register_hook(lambda g: g * 0.5)
+        model[3].weight.register_post_accumulate_grad_hook(lambda p: log.append(1))
+
+    two = Two(hook, kept, budget="64KiB")
+    two.run(count=2)
+    model = two.sides[1][0]
+    node = torch.autograd.graph.get_gradient_edge(model[3].weight).node
+    handle = getattr(node, how)(lambda *_: None)
+    before = snapshot(model)
+    with pytest.raises(Unsupported, match=r"on the node that accumulates the gradient of '3\.weight'"):
+        two.fitted(batches(1)[0])
+    assert not differences(before, snapshot(model))
+    handle.remove()
+    two.run(count=2)
+
+
 def test_a_hook_on_a_parameter_that_the_step_leaves_out_is_refused(kept):
     def half(model):
         return torch.optim.SGD(model[3:].parameters(), lr=0.1)
