@@ -1,7 +1,7 @@
 """Every touch of private interfaces where torch.distributed.checkpoint saves from a thread, while steps send.
 
-Of two threads that send over one group of gloo, either takes the other's messages for its own: in eager, too, training
-hangs then, or its process is aborted.
+Of two threads that send over one group of gloo, either takes the other's messages for its own: in eager, too,
+training hangs then, or its process is aborted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Own:
 
 
 def save_over_own_group() -> None:
-    """From now on ``async_save`` over the default group sends over one of its own, which all ranks make at the first."""
+    """From now on ``async_save`` over the default group has one of its own, which all ranks make at the first."""
     from torch.distributed.checkpoint import state_dict_saver as saver
 
     for kind in (saver._ThreadBasedAsyncCheckpointExecutor, saver._ProcessBasedAsyncCheckpointExecutor):
