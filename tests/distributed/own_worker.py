@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -59,6 +63,63 @@ def _trained(wrap: Callable[[Any], Any], planned: bool) -> dict[str, Any]:
             o.zero_grad(set_to_none=k == 1)
     found = {"log": log, "model": whole(m.state_dict().values())}
     return found | ({"measure": step.measure()} if planned else {})
+
+
+def held_weakly() -> Any:
+    """An average of weights that knows the parameters by weak references alone, as torch_ema's does."""
+    found = {}
+    for wrap in (sharded, columns):
+        m = wrap(model())
+        known = [weakref.ref(p) for p in m.parameters()]
+        g = torch.Generator().manual_seed(1)  # tensor parallel ranks compute one batch together
+        given = [(torch.randn(ROWS, WIDTH, generator=g), torch.randn(ROWS, 7, generator=g)) for _ in range(3)]
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        averages = [p.detach().clone() for p in m.parameters()]
+        step = tightship.fit(m, loss_of, optimizer, given[0], "100%")
+        seen = []
+        for b in given:
+            step(b)
+            seen.append(all(ref() is not None for ref in known))
+            with torch.no_grad():
+                for average, ref, (_, p) in zip(averages, known, step.named_parameters(), strict=True):
+                    average.lerp_(ref(), 0.1)  # type: ignore[arg-type]
+                    seen.append(whole([ref()]) == whole([p]))
+        found[wrap.__name__] = {"seen": seen, "whole": whole(averages), "measure": step.measure()}
+    return found
+
+
+def saved_beside() -> Any:
+    """Checkpoints saved from a thread over the default group, which steps send over as well."""
+    found = {}
+    for how in ("ddp", "sharded"):
+        with tempfile.TemporaryDirectory() as own:
+            folders = [own]
+            dist.broadcast_object_list(folders)
+            m: Any = torch.nn.parallel.DistributedDataParallel(model()) if how == "ddp" else sharded(model())
+            o = torch.optim.AdamW(m.parameters(), 0.01)
+            step = tightship.fit(m, loss_of, o, batches(1)[0], "100%")
+            then, future = "", None
+            for k, b in enumerate(batches(40)):
+                step(b)
+                if k % 10 == 3:
+                    if future is not None:
+                        future.result(60)
+                    state = dict(zip(("model", "optimizer"), get_state_dict(m, o), strict=True))
+                    then = _parameters(state)
+                    future = checkpoint.async_save(state, checkpoint_id=f"{folders[0]}/{k}")
+            assert future is not None
+            future.result(60)
+            state = dict(zip(("model", "optimizer"), get_state_dict(m, o), strict=True))
+            moved = _parameters(state)
+            checkpoint.load(state, checkpoint_id=f"{folders[0]}/33")
+            found[how] = {"saved": _parameters(state), "then": then, "moved": moved}
+            dist.barrier()
+    return found
+
+
+def _parameters(state: Any) -> str:
+    """Without buffers, of which each rank has its own."""
+    return whole(t for n, t in state["model"].items() if n.rpartition(".")[2] in ("weight", "bias"))
 
 
 def accumulated_before() -> Any:

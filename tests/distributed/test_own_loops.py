@@ -11,6 +11,8 @@ from support.ranks import Rows, as_planned, run
 def rows() -> Rows:
     return run(
         "held_before",
+        "held_weakly",
+        "saved_beside",
         "accumulated_before",
         "asked_of_parts",
         "told_in_the_loop",
@@ -30,6 +32,21 @@ def test_parameters_held_from_before_have_the_gradients_of_the_parts_in_their_pl
         as_planned(fitted.pop("measure"))
         assert fitted == eager
         assert eager["log"][0] != eager["log"][3]
+
+
+def test_dtensors_that_code_holds_weakly_stay(rows: Rows) -> None:
+    for row in rows["held_weakly"]:
+        for how, one in row.items():
+            assert all(one["seen"])
+            assert one["whole"] == rows["held_weakly"][0][how]["whole"]
+            as_planned(one["measure"])
+
+
+def test_checkpoints_are_saved_from_a_thread_while_steps_send(rows: Rows) -> None:
+    """Eager training over the same group hangs, or its processes are aborted by gloo."""
+    for row in rows["saved_beside"]:
+        for one in row.values():
+            assert one["saved"] == one["then"] != one["moved"]
 
 
 def test_gradients_from_before_stay(rows: Rows) -> None:

@@ -311,7 +311,7 @@ def test_hooks_that_count_nodes_of_autograd_are_refused(kept):
         Two(hook, kept)
 
 
-@pytest.mark.parametrize("how", ["torch's", "own", "before the gradient"])
+@pytest.mark.parametrize("how", ["torch's", "own", "before the gradient", "held by a graph"])
 def test_hooks_on_nodes_that_accumulate_gradients_are_refused(kept, how):
     """They hang on no tensor; a step without them would leave out what they do, without a word."""
     nodes = []
@@ -324,12 +324,34 @@ def test_hooks_on_nodes_that_accumulate_gradients_are_refused(kept, how):
             _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
             return
         for p in model.parameters():
-            nodes.append(p.view_as(p).grad_fn.next_functions[0][0])
-            add = nodes[-1].register_hook if how == "own" else nodes[-1].register_prehook
+            view = p.view_as(p)
+            nodes.append(view.grad_fn.next_functions[0][0])
+            add = nodes[-1].register_prehook if how == "before the gradient" else nodes[-1].register_hook
             add(lambda *_: None)
+            if how == "held by a graph":  # as DistributedDataParallel has them
+                nodes.append(view)
 
     with pytest.raises(Unsupported, match=r"on the node that accumulates the gradient of '0\.weight'"):
         Two(hook, kept)
+
+
+@pytest.mark.parametrize("how", ["register_hook", "register_prehook"])
+def test_hooks_on_nodes_that_accumulate_gradients_are_refused_after_fit_too(kept, how):
+    def hook(model, optimizer, log):  # hooks of the parameters themselves are taken along
+        model[3].weight.register_hook(lambda g: g * 0.5)
+        model[3].weight.register_post_accumulate_grad_hook(lambda p: log.append(1))
+
+    two = Two(hook, kept, budget="64KiB")
+    two.run(count=2)
+    model = two.sides[1][0]
+    node = torch.autograd.graph.get_gradient_edge(model[3].weight).node
+    handle = getattr(node, how)(lambda *_: None)
+    before = snapshot(model)
+    with pytest.raises(Unsupported, match=r"on the node that accumulates the gradient of '3\.weight'"):
+        two.fitted(batches(1)[0])
+    assert not differences(before, snapshot(model))
+    handle.remove()
+    two.run(count=2)
 
 
 def test_a_hook_on_a_parameter_that_the_step_leaves_out_is_refused(kept):

@@ -81,8 +81,10 @@ class Part(Gathering):
     """Whether eager has a DTensor there."""
     before: weakref.ref[Any] | None = None
     """The DTensor whose place the part has taken, in the same memory: code may hold it (an optimizer of its own)."""
+    kept: Any = None
+    """That DTensor where code holds it weakly (torch_ema): eager's model would keep it."""
     lent = False
-    """Whether that has been given the part's gradient."""
+    """Whether the DTensor has been given the part's gradient."""
 
     def read(self, part: torch.Tensor) -> torch.Tensor:
         return super().read(part) if self.is_part(part) else self.given(part)
@@ -133,6 +135,7 @@ class Part(Gathering):
 
     def replaces(self, parameter: Any, part: torch.Tensor) -> None:
         """Takes over the gradient of a DTensor in whose place the part is from now on."""
+        self.kept = parameter if weakref.getweakrefcount(parameter) else None
         self.before = weakref.ref(parameter)
         if parameter.grad is not None:
             part.grad, self.lent = self.part_of(parameter.grad), True

@@ -29,7 +29,7 @@ from tightship.execute.first_failure import GONE, HEARD, FirstFailure, in_words,
 from tightship.execute.last_words import tell_of_errors
 from tightship.execute.meeting import LEFT, TURN, met
 from tightship.execute.standstill import GATHER, Lookout
-from tightship.frontends.torch import collectives, compat_distributed
+from tightship.frontends.torch import collectives, compat_checkpoints, compat_distributed
 from tightship.process_local import NotCopied
 
 __all__ = ["Ranks", "marked", "together"]
@@ -91,6 +91,7 @@ def together() -> Ranks | None:
         _process.group, _process.of = None, world
     collectives.waiting(_between_steps)
     tell_of_errors(_tell)
+    compat_checkpoints.save_over_own_group()
     key, store = f"tightship/{_process.meetings + 1}", compat_distributed.process_groups_store()
     name, kept = met(store, key, None if _process.group is None else _process.lookout)
     if not kept:

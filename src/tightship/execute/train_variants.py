@@ -32,8 +32,8 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.replaced import Knows, Replaced, has_own_bytes, own_bytes
 from tightship.execute.replicas import Replicas
 from tightship.execute.settings import Settings
-from tightship.frontends.torch import compat_ddp, compat_distributed
-from tightship.frontends.torch.capture.checks import check_hooks, check_model
+from tightship.frontends.torch import compat_ddp, compat_distributed, compat_optimizers
+from tightship.frontends.torch.capture.checks import check_accumulation, check_hooks, check_model
 from tightship.frontends.torch.capture.expectations import Guesses, Misled, guessing
 from tightship.frontends.torch.capture.incremental import Ending
 from tightship.frontends.torch.capture.readings import Readings, reading, readings_of
@@ -94,6 +94,7 @@ class TrainVariants(PlannedTogether):
             self._replicas.late(late and not self._split and self.loop.clip_value is None)
         self._owned, self._of_fabric = Owned(model, self._bring_back), modules_of_fabric(model)
         self._preparing = False
+        self._node_hooks = -1  # how many there were when the parameters were last looked at
         self._updates: Updates | SeveralUpdates | None = None
         self._has_no_update = False
         self._shared: list[torch.Tensor] = []
@@ -398,6 +399,9 @@ class TrainVariants(PlannedTogether):
         """What the code of the step asks for on this batch."""
         check_call()
         check_hooks((), self._owned.modules)
+        if compat_optimizers.node_hooks() != self._node_hooks:
+            check_accumulation(self._owned.parameters)
+            self._node_hooks = compat_optimizers.node_hooks()
         if self._looking is not None:
             self._looking.begin(buffers=not self._inside)
         kinds = [TensorLeaf.of(t) for t in tensor_leaves(batch)]

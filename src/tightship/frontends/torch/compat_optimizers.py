@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,9 +13,11 @@ from tightship.frontends.torch.compat import require_torch
 
 require_torch()
 
+from torch.autograd import function as _function  # noqa: E402
 from torch.optim import optimizer as _optimizer  # noqa: E402
 
 _watching: list[Any] = []
+_node_hooks: list[int] = []
 
 
 def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -133,13 +134,32 @@ def gradient_hooks(tensor: torch.Tensor) -> list[tuple[bool, Callable[..., Any]]
 
 def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """Hooks on the node of autograd that accumulates the tensor's gradient, which hang on no tensor: torch's
-    ``_apply_optimizer_in_backward`` puts its steps there. Python's search for garbage alone knows them."""
+    ``_apply_optimizer_in_backward`` puts its steps there. They are found beside one that is put there for a moment:
+    Python's search for garbage does not see them where C++ has the node as well (DistributedDataParallel)."""
     if not (tensor.is_leaf and tensor.requires_grad):
         return []
     node = torch.autograd.graph.get_gradient_edge(tensor).node
-    own = tensor._backward_hooks
-    found = [r for r in gc.get_referents(node) if isinstance(r, dict) and r is not own]
-    return [fn for hooks in found for fn in hooks.values() if callable(fn)]
+    found: list[Callable[..., Any]] = []
+    for register in (node.register_prehook, node.register_hook):
+        handle: Any = register(lambda *_: None)
+        found += [fn for k, fn in handle.hooks_dict_ref().items() if k != handle.id]
+        handle.remove()
+    return found
+
+
+def node_hooks() -> int:
+    """How many hooks have been put on nodes of autograd, as far as anybody has asked before."""
+    mixin: Any = _function._HookMixin
+    if not _node_hooks:
+        own = mixin._register_hook
+
+        def register(hooks: Any, hook: Any) -> Any:
+            _node_hooks[0] += 1
+            return own(hooks, hook)
+
+        _node_hooks.append(0)
+        mixin._register_hook = staticmethod(register)
+    return _node_hooks[0]
 
 
 @contextmanager

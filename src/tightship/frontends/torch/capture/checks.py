@@ -15,6 +15,7 @@ from tightship.frontends.torch.program import Program
 
 __all__ = [
     "DATA_PARALLEL",
+    "check_accumulation",
     "check_changes",
     "check_held",
     "check_hooks",
@@ -59,14 +60,14 @@ def check_model(model: Any, *, hooks: bool = False, shards: bool = False) -> Non
             "its parts are gathered outside of what a plan sees",
             "give fit the plain model and parallel=tightship.DataParallel(shard=True)",
         )
-    _check_accumulation(model)
+    check_accumulation(model.named_parameters())
     if not hooks:
         check_hooks(model.named_parameters(), model.modules())
 
 
-def _check_accumulation(model: torch.nn.Module) -> None:
+def check_accumulation(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises ``Unsupported`` for hooks on nodes of autograd, which a planned step does not run."""
-    for n, p in model.named_parameters():
+    for n, p in parameters:
         for fn in compat_optimizers.accumulation_hooks(p):
             name = getattr(fn, "__qualname__", type(fn).__name__)
             raise Unsupported(
