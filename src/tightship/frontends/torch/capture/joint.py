@@ -454,7 +454,7 @@ def _check_drawn(n: Node) -> None:
 
 def _viewed(t: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """A view; or eager's copy, where the graph takes what comes before it to be in another layout than it is (the
-    gradient of dropout, contiguous as on CUDA). ``view`` of fake tensors may then give a view that there cannot be."""
+    gradient of dropout, contiguous as on CUDA): ``view`` of fake tensors may give a view that there cannot be."""
     return t.reshape(shape)
 
 
