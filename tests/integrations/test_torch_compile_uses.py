@@ -482,3 +482,34 @@ def test_gradients_of_dropout_in_the_layout_of_what_follows(size):
         found.append([p.grad for p in model.parameters()])
     assert compiled_plans(run)
     assert all(map(torch.equal, *found))
+
+
+class Normalized(nn.Module):
+    """Batch norm of features that come last, as in encoders of series: what it makes is contiguous on the CPU."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(16, 16), norm
+        self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.norm(self.first(x).transpose(1, -1)).transpose(1, -1)
+        return (self.third(self.second(h).softmax(-1)).softmax(-1) * torch.arange(4.0)).sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [(nn.BatchNorm1d, (8, 3, 16)), (nn.BatchNorm2d, (2, 3, 5, 16)), (nn.InstanceNorm1d, (8, 3, 16))],
+)
+def test_batch_norm_of_what_is_transposed_is_followed_by_eagers_ops(norm, shape, training):
+    found = []
+    for backend in (None, "tightship"):
+        model = Normalized(norm(16)).train(training)
+        run = torch.compile(model, backend=backend, options=QUICK) if backend else model
+        torch.manual_seed(1)
+        run(torch.randn(shape)).backward()
+        found.append([p.grad for p in model.parameters()] + list(model.buffers()))
+    assert compiled_plans(run)
+    assert all(map(torch.equal, *found))

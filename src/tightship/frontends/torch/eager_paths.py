@@ -4,7 +4,9 @@ ATen asks of some arguments whether they are "like a subclass" of tensors, which
 and then avoids what subclasses do not do. ``matmul`` of a batch of matrices and one matrix in three dimensions
 multiplies by one matrix then, and in eager, where that matrix requires no gradient, by a batch of it. Singular and
 eigenvalues come with vectors then, by another algorithm, which eager asks for only where gradients need them. The
-gradient of ``prod`` is then made of products of all others, and in eager, where nothing is zero, by dividing.
+gradient of ``prod`` is then made of products of all others, and in eager, where nothing is zero, by dividing. What
+batch norm makes of a transposed tensor is transposed as well then, and on the CPU contiguous in eager: what follows
+asks for that (``linear``).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from tightship.errors import Unplannable
 from tightship.frontends.torch import compat_ops
@@ -32,6 +35,7 @@ def active() -> Iterator[None]:
         compat_ops.composed_instead(aten.matmul.default, _matmul),
         compat_ops.composed_instead(aten.linalg_svdvals.default, _singular_values),
         compat_ops.composed_instead(aten.linalg_eigvalsh.default, _eigenvalues),
+        compat_ops.composed_instead(aten.batch_norm.default, _batch_norm),
     ):
         yield
 
@@ -44,6 +48,13 @@ def _singular_values(x: torch.Tensor, *, driver: str | None = None) -> Any:
 
 def _eigenvalues(x: torch.Tensor, triangle: str = "L") -> Any:
     return NotImplemented if _is_trained(x) else torch.ops.aten._linalg_eigh.default(x, triangle, False)[0]
+
+
+def _batch_norm(x: torch.Tensor, *args: Any) -> Any:
+    format = suggest_memory_format(x)
+    if x.device.type != "cpu" or x.is_contiguous(memory_format=format):
+        return NotImplemented
+    return torch.ops.aten.native_batch_norm.default(x, *args[:-1])[0].contiguous(memory_format=format)
 
 
 def _is_trained(x: torch.Tensor) -> bool:

@@ -237,6 +237,9 @@ class _Lowering:
             )
         args = torch.fx.node.map_arg(n.args, self.env.__getitem__)
         kwargs = torch.fx.node.map_arg(n.kwargs, self.env.__getitem__)
+        if _is_laid_out_already(n, args) and n not in self._results():
+            self.env[n] = args[0]
+            return
         run: Any = _INSTEAD.get(n.target, n.target)
         if n.target is torch.ops.aten.native_dropout_backward.default:
             args = (*args[:2], self._dropout_scale(n))
@@ -450,6 +453,16 @@ def _check_drawn(n: Node) -> None:
             "which numbers it draws depends on the memory's order",
             "draw into a new tensor",
         )
+
+
+def _is_laid_out_already(n: Node, args: Sequence[Any]) -> bool:
+    """Whether ``contiguous()`` of a tensor was traced as a copy, which it is in eager: the graph takes what comes
+    before it to be in another layout than it is."""
+    format = n.kwargs.get("memory_format")
+    if n.target is not torch.ops.aten.clone.default or format in (None, torch.preserve_format):
+        return False
+    traced = n.args[0].meta["val"].is_contiguous(memory_format=format)
+    return not traced and args[0].is_contiguous(memory_format=format)
 
 
 def _viewed(t: torch.Tensor, shape: list[int]) -> torch.Tensor:
