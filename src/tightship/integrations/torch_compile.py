@@ -162,7 +162,8 @@ def compiled_notes(compiled: Any) -> tuple[str, ...]:
     session = compiled_session(compiled)
     if not session.graphs and not session.notes:
         return (
-            "nothing is planned: the model has not run yet, had no plan, or has nothing that Dynamo compiles",
+            "nothing is planned: what was compiled has not run yet, or has nothing that Dynamo compiles; of a model, "
+            "torch.compile compiles forward alone: give it functions that call other methods",
         )
     return tuple(
         dict.fromkeys([*session.notes, *(f"graph {p.name}: {n}" for p in session.graphs for n in p.notes)])
