@@ -164,9 +164,8 @@ class Ledger:
         than the budget has room for: calls that nobody knew of when the graph was planned, or gradients that nobody
         counted."""
         place = self.place(entry.place[0]) if backward is None else self._ended(entry, backward)
-        if (
-            self.postponed and place in self._current and not self._calls
-        ):  # no backward pass of the first step
+        # A second step, and no backward pass of the first.
+        if self.postponed and place in self._current and not self._calls:
             self.settle()
         known = self._known.setdefault(place, [])
         if self._gathered.hooks:

@@ -139,7 +139,8 @@ class GraphPlans:
         tried: list[tuple[int, int]] = []  # limits, and the peaks that were reached
 
         def rest() -> int:
-            """A plan that was reached leaves what is above its limit, at most; the first is tried again as it is."""
+            """What may stay in the next try. A plan whose peak is above its limit leaves so much more, at most: the
+            first that was reached is then asked for as it is; where that is too much, those at ``limit`` count."""
             if len(tried) < 2:
                 return held.rest
             first, reached = tried[0]
