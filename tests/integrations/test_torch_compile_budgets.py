@@ -200,3 +200,46 @@ def test_bytes_that_others_alone_take_are_refused_with_what_would_do(make, mode,
     assert found.value.lower_bound <= found.value.best_peak
     if found.value.at != "optimizer.step()":
         assert any("state of AdamW" in name for name, _, _ in found.value.top)
+
+
+class Stages(nn.Module):
+    """Graphs that are unlike each other, with breaks between them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(
+            nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())))
+            for depth, width in ((3, 32), (4, 64), (5, 48), (2, 96))
+        )
+        self.between = nn.ModuleList(nn.Linear(a, b) for a, b in ((32, 64), (64, 48), (48, 96), (96, 16)))
+
+    def stage(self, k, x):
+        return self.between[k](self.parts[k](x))
+
+    def forward(self, x):
+        x = self.stage(0, x)
+        torch._dynamo.graph_break()
+        x = self.stage(1, x)
+        torch._dynamo.graph_break()
+        x = self.stage(2, x)
+        torch._dynamo.graph_break()
+        return self.stage(3, x)
+
+
+@pytest.mark.parametrize("given", [1_000, 200_000, 400_000])
+def test_bytes_that_unlike_graphs_do_not_meet_are_refused_once_with_what_all_need(given):
+    def train(budget):
+        model, other = Stages(), Stages()
+        call = compiled(model, budget=budget)
+        for k in range(3):
+            x = torch.randn(256, 32, generator=torch.Generator().manual_seed(k))
+            assert equal(step(call, model, x), step(other, other, x))
+        for p in compiled_plans(call):
+            assert p.last.measured_peak == p.last.planned_peak <= p.plan.budget
+        return call
+
+    with pytest.raises(errors.Infeasible) as refused:
+        train(given)
+    torch._dynamo.reset()
+    assert len(compiled_plans(train(refused.value.best_peak))) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -135,25 +136,26 @@ class GraphPlans:
 
     def _keeping(self, graph: Graph, most: int, limit: int, held: _Held) -> Plan | None:
         """A plan within ``most`` bytes or somewhat more, at most ``limit``, that leaves what may stay, or what it has
-        to; None where none is found."""
-        tried: list[tuple[int, int]] = []  # limits, and the peaks that were reached
+        to; None where none is found.
 
-        def rest() -> int:
-            """What may stay in the next try. A plan whose peak is above its limit leaves so much more, at most: the
-            first that was reached is then asked for as it is; where that is too much, those at ``limit`` count."""
-            if len(tried) < 2:
-                return held.rest
-            first, reached = tried[0]
-            if len(tried) == 2 and reached <= limit:
-                return held.rest + reached - first
-            return held.rest + sum(peak - most for most, peak in tried if most == limit)
-
-        for _ in range(5):
+        A plan whose peak is above its limit leaves at most so much more than it may. The first that was reached is
+        asked for as it is, after a try at its peak that leaves no more; then, within ``limit``, more and more may
+        stay."""
+        boundary, rest = held.boundary, held.rest
+        try:
+            return self.within(graph, most, held)
+        except Infeasible as no:
+            reached, left = no.best_peak, rest + no.best_peak - most
+        tries = [(reached, rest), (reached, left)] if reached <= limit else []
+        for peak, stays in tries:
+            with suppress(Infeasible):
+                return self.within(graph, peak, _Held(boundary, stays))
+        rest = left if most == limit else rest
+        for _ in range(3):
             try:
-                return self.within(graph, most, _Held(held.boundary, rest()))
+                return self.within(graph, limit, _Held(boundary, rest))
             except Infeasible as no:
-                tried.append((most, no.best_peak))
-                most = min(tried[0][1] if len(tried) == 2 else no.best_peak, limit)
+                rest += no.best_peak - limit
         return None
 
     def again(self, graph: Graph, part: Part | None, room: int | None, whole: Whole) -> Plan | None:

@@ -15,6 +15,7 @@ from tightship.frontends.torch.compat import is_dense, require_torch
 require_torch()
 
 from torch._C import DispatchKey as _DispatchKey  # noqa: E402
+from torch._prims_common import suggest_memory_format as suggest_memory_format  # noqa: E402
 from torch.library import _scoped_library  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 

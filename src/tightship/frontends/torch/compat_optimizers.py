@@ -140,10 +140,12 @@ def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
         return []
     node = torch.autograd.graph.get_gradient_edge(tensor).node
     found: list[Callable[..., Any]] = []
+    before = list(_node_hooks)
     for register in (node.register_prehook, node.register_hook):
         handle: Any = register(lambda *_: None)
         found += [fn for k, fn in handle.hooks_dict_ref().items() if k != handle.id]
         handle.remove()
+    _node_hooks[:] = before  # these are nobody's
     return found
 
 

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from tightship.errors import Unplannable
 from tightship.frontends.torch import compat_ops
@@ -51,7 +50,7 @@ def _eigenvalues(x: torch.Tensor, triangle: str = "L") -> Any:
 
 
 def _batch_norm(x: torch.Tensor, *args: Any) -> Any:
-    format = suggest_memory_format(x)
+    format = compat_ops.suggest_memory_format(x)
     if x.device.type != "cpu" or x.is_contiguous(memory_format=format):
         return NotImplemented
     return torch.ops.aten.native_batch_norm.default(x, *args[:-1])[0].contiguous(memory_format=format)

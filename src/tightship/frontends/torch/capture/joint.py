@@ -465,14 +465,10 @@ def _is_laid_out_already(n: Node, args: Sequence[Any]) -> bool:
     return not traced and args[0].is_contiguous(memory_format=format)
 
 
-def _viewed(t: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """A view; or eager's copy, where the graph takes what comes before it to be in another layout than it is (the
-    gradient of dropout, contiguous as on CUDA): ``view`` of fake tensors may give a view that there cannot be."""
-    return t.reshape(shape)
-
-
 _INSTEAD = {
-    torch.ops.aten.view.default: _viewed,
+    # Eager copies where the graph takes what comes before it to be in another layout than it is (the gradient of
+    # dropout, contiguous as on CUDA); ``view`` of fake tensors may give a view that there cannot be.
+    torch.ops.aten.view.default: torch.Tensor.reshape,
     torch.ops.aten.copy.default: _copied,
     torch.ops.aten._native_batch_norm_legit_functional.default: _batch_norm,
     torch.ops.aten.native_dropout.default: _dropout,
