@@ -20,6 +20,7 @@ from torch_worker import sharded, whole
 from worker import ROWS, WIDTH, batches, caught, digest, loss_of, main, model
 
 import tightship
+from tightship.errors import Unsupported
 
 
 def columns(m: Any) -> Any:
@@ -85,6 +86,30 @@ def held_weakly() -> Any:
                     average.lerp_(ref(), 0.1)  # type: ignore[arg-type]
                     seen.append(whole([ref()]) == whole([p]))
         found[wrap.__name__] = {"seen": seen, "whole": whole(averages), "measure": step.measure()}
+    return found
+
+
+def hooked_nodes() -> Any:
+    """Hooks on nodes that accumulate gradients, which DistributedDataParallel holds, before ``fit`` and after it."""
+    found = []
+    for before in (True, False):
+        m: Any = torch.nn.parallel.DistributedDataParallel(model())
+        first = next(m.parameters())
+
+        def hook(t: torch.Tensor = first) -> None:
+            torch.autograd.graph.get_gradient_edge(t).node.register_hook(lambda *_: None)
+
+        try:
+            if before:
+                hook()
+            step = tightship.fit(m, loss_of, torch.optim.SGD(m.parameters(), 0.1), batches(1)[0], "100%")
+            step(batches(1)[0])
+            copy.deepcopy(m)
+            hook()
+            step(batches(1)[0])
+            found.append("")
+        except Unsupported as error:
+            found.append(str(error))
     return found
 
 

@@ -12,6 +12,7 @@ def rows() -> Rows:
     return run(
         "held_before",
         "held_weakly",
+        "hooked_nodes",
         "saved_beside",
         "accumulated_before",
         "asked_of_parts",
@@ -40,6 +41,12 @@ def test_dtensors_that_code_holds_weakly_stay(rows: Rows) -> None:
             assert all(one["seen"])
             assert one["whole"] == rows["held_weakly"][0][how]["whole"]
             as_planned(one["measure"])
+
+
+def test_hooks_on_the_nodes_of_distributed_data_parallel_are_refused(rows: Rows) -> None:
+    for row in rows["hooked_nodes"]:
+        assert len(row) == 2
+        assert all("on the node that accumulates the gradient" in text for text in row)
 
 
 def test_checkpoints_are_saved_from_a_thread_while_steps_send(rows: Rows) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +16,14 @@ NO_SYNC: Final = "no_sync()"
 
 
 class _LetGo:
-    """In the place of what DistributedDataParallel sends with: it lets forward passes by, and no backward pass."""
+    """In the place of what DistributedDataParallel sends with: it lets forward passes by, and no backward pass. It
+    holds the nodes that accumulate gradients as that did, so that hooks on them are found, and not gone at once."""
+
+    def __init__(self, nodes: Sequence[Any] = ()) -> None:
+        self._nodes = nodes
+
+    def __reduce__(self) -> tuple[type[_LetGo], tuple[()]]:
+        return _LetGo, ()  # autograd's nodes are not copied
 
     def _nothing(self, *_: Any) -> bool:
         return False
@@ -145,7 +152,9 @@ def ddps_of(model: torch.nn.Module) -> list[Any]:
 
 def let_go_of_buckets(ddp: Any) -> None:
     """Frees the buckets of a DistributedDataParallel, a copy of its parameters; its forward passes are as before."""
-    ddp.reducer = ddp.logger = _LetGo()
+    trained = [p for p in ddp.parameters() if p.requires_grad]
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in trained]
+    ddp.reducer = ddp.logger = _LetGo(nodes)
     ddp.join_hook = _no_join
     ddp.register_forward_hook(_ends_backward)
 
