@@ -1,5 +1,6 @@
 """Results laid over inputs: the arena counts their bytes once, ops are tried first, and steps stay what they are."""
 
+import copy
 import math
 
 import pytest
@@ -8,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from support.blocks import KB, block  # noqa: E402
 from support.models import MODELS  # noqa: E402
-from support.runs import Pair  # noqa: E402
+from support.runs import Pair, eager  # noqa: E402
 from tightship.errors import Infeasible  # noqa: E402
 from tightship.execute import bench, profile  # noqa: E402
 from tightship.execute.allocator import (  # noqa: E402
@@ -158,7 +159,7 @@ def rows(name):
                 if "backward" in name:
                     yield (a, torch.softmax(a, dim), dim, dtype), (0, 1)
                 else:
-                    yield (a, dim, None if "safe" in name else False), (0,)
+                    yield (a, dim, False), (0,)
     elif "layer_norm" in name:
         for t in (rank2, x):
             for weight in (torch.randn(t.shape[-1]), None):
@@ -212,6 +213,49 @@ def test_an_op_by_rows_that_takes_two_passes_is_found_out():
     _, mean, rstd = aten.native_batch_norm(laid, w, w, None, None, True, 0.1, 1e-5)
     args = x, laid, w, None, None, mean, rstd, True, 1e-5, [True] * 3
     assert fn(*args)[0].stride() == x.stride() and tried(fn, *args) == ()
+
+
+def test_an_op_that_looks_at_its_input_again_is_found_out(monkeypatch):
+    """What is masked is looked for when the softmax is there, which matters where all of a row is."""
+    monkeypatch.setattr(bench, "in_place_operands", lambda _fn, args, _kwargs: (args[0].value,))
+    x = torch.randn(300, 70)
+    assert tried(aten._softmax.default, x, 1, False) == (0,)
+    assert tried(aten._safe_softmax.default, x, 1, None) == ()
+
+
+@pytest.mark.parametrize("budget", ["100%", "60%"])
+def test_rows_of_which_all_is_masked_are_those_of_eager(budget):
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.norm = torch.nn.Linear(16, 48), torch.nn.LayerNorm(16)
+
+        def forward(self, batch):
+            x, mask = batch
+            for _ in range(3):
+                q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+                with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                    made = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+                x = x + made.transpose(1, 2).flatten(2)
+            return x
+
+    mask = torch.ones(4, 1, 12, 12, dtype=torch.bool).tril()
+    mask[:, :, :, :3] = False  # padded at the left: the first rows see nothing
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(4, 12, 16)
+    twin = copy.deepcopy(model)
+    mine, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+
+    def loss_fn(model, batch):
+        return model(batch).square().mean()
+
+    step = fit(model, loss_fn, mine, (x, mask), budget, cache=None, seconds=1.0, seconds_per_op=0.0)
+    for k in range(3):
+        assert torch.equal(step((x + k, mask)), eager(twin, loss_fn, other, (x + k, mask)))
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert step.measure()["measured_peak"] == step.measure()["planned_peak"]
+    safe = [op for op in step.program.graph.ops if op.target == "aten._safe_softmax.default"]
+    assert safe and not any(op.overwrites for op in safe)
 
 
 def test_a_value_that_an_op_by_rows_reads_elsewhere_keeps_its_place():

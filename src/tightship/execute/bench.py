@@ -391,17 +391,31 @@ def in_place_inputs(graph: Graph, call: Call, device: str, room: Room) -> tuple[
     numbers = [n for n, v in enumerate(values) if v in operands and alike(v)]
     if not numbers or result.offset or graph.storages[result.storage].pool != "device":
         return ()
-    tensors, fn = _drawn(graph, call, device), compat_ops.direct(call.fn)
+    fn = compat_ops.direct(call.fn)
 
     def run(tensors: dict[int, Any]) -> list[Any]:
         args, kwargs = (substitute(tree, tensors.__getitem__) for tree in (call.args, call.kwargs))
         made = flat(fn(*args, **kwargs))
         return [t for t, v in zip(made, call.results, strict=True) if v >= 0]
 
-    with allocator.record(allocator.kind_of(device)) as recording:
-        want = run(tensors)
-    asked = [e for e in recording.events if e.kind == "alloc"]
-    return tuple(n for n in numbers if _same(run, tensors, values[n], want, asked, device, room))
+    tensors = _drawn(graph, call, device)
+    for contents in (tensors, _masked(tensors)):
+        with allocator.record(allocator.kind_of(device)) as recording:
+            want = run(contents)
+        asked = [e for e in recording.events if e.kind == "alloc"]
+        numbers = [n for n in numbers if _same(run, contents, values[n], want, asked, device, room)]
+    return tuple(numbers)
+
+
+def _masked(tensors: Mapping[int, Any]) -> dict[int, Any]:
+    """The tensors, full of -inf where they are of floating-point numbers, as where everything is masked: some ops look
+    at their input again for that."""
+    masked = dict(tensors)
+    for v, t in tensors.items():
+        if t.is_floating_point():
+            masked[v] = full = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            full.as_strided((full.untyped_storage().nbytes() // t.itemsize,), (1,)).fill_(float("-inf"))
+    return masked
 
 
 def _same(

@@ -65,7 +65,7 @@ __all__ = [
 
 _LOG = logging.getLogger("tightship.cache")
 
-VERSION = 3
+VERSION = 4
 """Raised when measurements or plans change their meaning."""
 
 MOST_MEASUREMENTS = 50_000

@@ -45,9 +45,6 @@ _BY_ROW = {
     "_log_softmax": (0,),
     "_softmax_backward_data": (0, 1),
     "_log_softmax_backward_data": (0, 1),
-    # native/transformers/attention.cpp: a softmax, what is masked, and `where` of the two, which makes the result
-    # when the input has been read.
-    "_safe_softmax": (0,),
     # native/cpu/layer_norm_kernel.cpp: moments of a row, then the row. Backward: what a row adds to the gradients of
     # weight and bias, its sums, then the row; later passes read buffers.
     "native_layer_norm": (0,),
