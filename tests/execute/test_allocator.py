@@ -157,6 +157,16 @@ class TestRecord:
 
 
 class TestReplay:
+    def test_there_may_be_as_many_arenas_as_graphs_that_are_compiled(self) -> None:
+        arenas = [Arena(64) for _ in range(1500)]
+        for arena in (arenas[0], arenas[-1]):
+            with replay(arena, Script([64], [0], [0, 1])) as session:
+                session.seek(0)
+                kept = torch.empty(64, dtype=torch.uint8)
+            assert session.stats.as_planned and arena.live == 64
+            del kept
+            assert arena.live == 0
+
     def test_a_training_step_is_bit_identical_and_lies_where_planned(self) -> None:
         steps, given = network()
         run(steps, lambda _: None, dict(given))  # lazily made state of torch is not part of a step

@@ -23,7 +23,7 @@ namespace tightship {
 constexpr int64_t kAlign = TIGHTSHIP_ALIGNMENT;  // graph.py's for the CPU; native.py passes it
 constexpr int64_t kPage = 4096;
 constexpr uint64_t kMagic = 0x7469676874736869;
-constexpr size_t kMaxArenas = 256;
+constexpr size_t kMaxArenas = 1 << 16;  // of graphs that torch.compile makes there may be thousands
 
 // ---- heap blocks
 

@@ -408,8 +408,8 @@ def in_place_inputs(graph: Graph, call: Call, device: str, room: Room) -> tuple[
 
 
 def _masked(tensors: Mapping[int, Any]) -> dict[int, Any]:
-    """The tensors, full of -inf where they are of floating-point numbers, as where everything is masked: some ops look
-    at their input again for that."""
+    """The tensors, full of -inf where they are of floating-point numbers, as what is masked: an op may look at its
+    input again for that."""
     masked = dict(tensors)
     for v, t in tensors.items():
         if t.is_floating_point():
