@@ -33,7 +33,7 @@ LAYERS = (
     ("result",),
     ("sources",),
     ("requests",),
-    ("__init__", "__main__", "api", "cli", "demo"),
+    ("__init__", "__main__", "api", "cli", "demo", "jax"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

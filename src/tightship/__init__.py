@@ -134,7 +134,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name == "jax":  # `tightship.jax.fit`
-        return import_module("tightship.integrations.jax")
+        return import_module("tightship.jax")
     if name == "__version__":
         from importlib.metadata import version
 

@@ -79,6 +79,12 @@ def same(a, b):
     return all(np.allclose(x, y, rtol=2e-6, atol=2e-7) for x, y in leaves)
 
 
+def test_the_module_can_be_imported_by_its_name():
+    from tightship.jax import fit, plan_policy
+
+    assert fit is tightship.jax.fit and plan_policy is tightship.jax.plan_policy
+
+
 @pytest.mark.parametrize("forward", [in_a_row, in_a_scan])
 def test_a_step_is_fitted_by_what_xla_says_of_the_program(forward) -> None:
     step = step_of(forward)

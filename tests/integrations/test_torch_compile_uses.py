@@ -85,6 +85,49 @@ def test_dynamo_can_be_told_to_compile_more_sizes():
     assert len(compiled_plans(call)) == 10 and not any("last of" in n for n in compiled_notes(call))
 
 
+class Named(torch.Tensor):
+    pass
+
+
+class Plain(torch.Tensor):
+    """As torchvision's: what comes of it is a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Named, Plain])
+@pytest.mark.parametrize("mode", ["exact", "compiled"])
+def test_batches_of_a_class_of_their_own(kind, mode):
+    """AOTAutograd's wrapper raised that no handler knows the class (stock aot_eager does)."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(torch.relu(x).unsqueeze(0)).squeeze(0)
+            return x
+
+    model, other = Net(), Net()
+    call = torch.compile(model, backend="tightship", options={**QUICK, "budget": "100%", "mode": mode})
+    for k in range(2):
+        x = batch(48)[:, :16] + k
+        out, wanted = call(x.as_subclass(kind)), other(x.as_subclass(kind))
+        assert type(out) is type(wanted)
+        for o in (out, wanted):
+            o.as_subclass(torch.Tensor).square().mean().backward()
+        same = torch.equal if mode == "exact" else torch.allclose
+        assert same(out.as_subclass(torch.Tensor), wanted.as_subclass(torch.Tensor))
+        assert all(same(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert [p.name for p in compiled_plans(call)] == ["0/0"]
+
+
 def test_evaluation_is_planned_without_a_backward_pass():
     call, model, other = pair(budget="90%")
     model.eval(), other.eval()

@@ -160,6 +160,32 @@ def test_tensors_of_another_class_than_those_before(kind: str):
     assert all(map(torch.equal, before, loop.model.parameters()))
 
 
+MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "another class": lambda x: x.as_subclass(Named),
+    "its constructor": lambda x: Named(x),
+    "and back": lambda x: x.as_subclass(Named).sin().as_subclass(torch.Tensor),
+    "the plain class": lambda x: x.as_subclass(torch.Tensor),
+    "the plain class of a view": lambda x: x.t().as_subclass(torch.Tensor),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_tensors_made_another_class_in_a_step(kind: str, measurements: Any):
+    """They end in eager, of which it is said why, or are views, where the class is torch's own."""
+    plain = kind.startswith("the plain class")
+
+    def loop() -> Loop:
+        model = mlp()
+        return Loop(
+            model, lambda m, b: MADE[kind](m(b)).square().mean(), sgd(model), batch=lambda k: pairs(k)[0]
+        )
+
+    fault = r"a tensor of the class Named made in a step is not|code of the step that raises RuntimeError on"
+    with nullcontext() if plain else pytest.warns(Fallback, match=fault):
+        verdict = run(loop, measurements, strict=False)
+    assert verdict.kind == "identical" and bool(verdict.plans) == plain, verdict
+
+
 class Scaled(nn.Parameter):
     """Makes something else of a function than torch does."""
 

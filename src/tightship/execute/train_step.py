@@ -34,7 +34,7 @@ from tightship.frontends.torch.capture.readings import readings_of
 from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere
 from tightship.frontends.torch.optimizer.given import each
 from tightship.frontends.torch.program import tensors_in
-from tightship.frontends.torch.refusals import end_frames
+from tightship.frontends.torch.refusals import end_frames, raised_on_stand_ins
 from tightship.frontends.torch.structure import (
     Pad,
     flatten,
@@ -369,9 +369,8 @@ class TrainStep(TrainUpdate):
         # As before: it was said that the budget is not kept.
         except (Unsupported, BadInput, Infeasible) as no:
             self._fall_back(no)
-        except Exception as error:  # which eager may not raise, or raises itself
-            what = f"code of the step that raises {type(error).__name__} on stand-ins for tensors"
-            self._fall_back(Unsupported(what, "it may ask for what is there only when the step runs"))
+        except Exception as error:
+            self._fall_back(raised_on_stand_ins(error))
         else:
             self._notes = [n.replace(_IN_EAGER, _AT_FIRST) for n in self._notes]
 

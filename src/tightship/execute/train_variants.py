@@ -42,7 +42,7 @@ from tightship.frontends.torch.capture.step import capture_update
 from tightship.frontends.torch.fabric import modules_of_fabric, without_backward_checks
 from tightship.frontends.torch.optimizer.updates import SeveralUpdates, Updates, updaters
 from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.refusals import end_frames
+from tightship.frontends.torch.refusals import end_frames, names_stand_ins, raised_on_stand_ins
 from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
 from tightship.frontends.torch.rerun.python_state import python_state_kept
@@ -413,9 +413,11 @@ class TrainVariants(PlannedTogether):
             except TightshipError:
                 raise
             except Exception as error:
-                if self._guesses is None or not self._guesses.taken:
+                if self._guesses is not None and self._guesses.taken:
+                    raise Misled(error) from error
+                if not names_stand_ins(error):
                     raise
-                raise Misled(error) from error
+                raise raised_on_stand_ins(error) from error
 
     def _fitting(self, ending: Ending) -> list[Variant]:
         modes = self._modes_of(ending)

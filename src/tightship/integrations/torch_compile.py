@@ -259,6 +259,9 @@ class Session(NotCopied):
     )  # by parameter: in which autocast context it was cast last
 
     def compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compat_dynamo.given_plain(self._compile(gm, inputs), inputs)
+
+    def _compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             symbolic = compat_dynamo.fixed_sizes(gm, inputs)
             self._check(gm)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch.compat import NESTED, require_torch
+from tightship.frontends.torch.compat import NESTED, has_own_ops, is_own_class, require_torch
 from tightship.frontends.torch.compat_capture import scripted
 from tightship.frontends.torch.compat_distributed import is_distributed
 
@@ -478,6 +478,25 @@ def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
             rows = getattr(t.symbolic_context, asked, None) or []
             rows[:] = [None] * len(rows)
     return bool(symbols)
+
+
+def given_plain(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """``compiled``, of a graph with such ``inputs``, which takes those of classes with functions of their own as plain
+    tensors: Dynamo has traced such functions, and AOTAutograd's wrapper knows no such class."""
+    own = [k for k, x in enumerate(inputs) if isinstance(x, torch.Tensor) and _has_functions_alone(type(x))]
+
+    def run(*given: Any) -> Any:
+        plain = list(given)
+        with torch._C.DisableTorchFunctionSubclass():
+            for k in own:
+                plain[k] = plain[k].as_subclass(torch.Tensor)
+        return compiled(*plain)
+
+    return run if own else compiled
+
+
+def _has_functions_alone(kind: type) -> bool:
+    return is_own_class(kind) and not has_own_ops(kind)
 
 
 def compiled_options(compiled: Any) -> dict[str, Any] | None:

@@ -17,18 +17,26 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightship.errors import Unplannable
 from tightship.frontends.torch import eager_paths, scalar_lists
 from tightship.frontends.torch.compat_capture import nothing_compiled_elsewhere, patched
+from tightship.frontends.torch.refusals import told
 
 _TOLIST = FakeTensor.tolist
 
 
 @contextmanager
-def lists_asked_for_whole(when: Callable[[], bool]) -> Iterator[None]:
-    """The code of a step asks stand-ins for all numbers at once, as it does tensors; theirs asks for one by one."""
+def methods_of_tensors(when: Callable[[], bool]) -> Iterator[None]:
+    """Methods of stand-ins that no function mode sees do for the code of a step what they do for tensors: they are
+    asked for all numbers at once, and for a tensor of the plain class."""
 
     def tolist(self: torch.Tensor) -> Any:
         return torch.Tensor.tolist(self) if when() else _TOLIST(self)  # type: ignore[no-untyped-call]
 
-    with patched(FakeTensor, "tolist", tolist):
+    def as_subclass(self: torch.Tensor, kind: type[torch.Tensor]) -> Any:
+        if kind is not torch.Tensor:
+            what = f"a tensor of the class {kind.__name__} made in a step"
+            raise told(Unplannable(what, "its class may do something else", "use plain tensors"))
+        return self.view_as(self)
+
+    with patched(FakeTensor, "tolist", tolist), patched(FakeTensor, "as_subclass", as_subclass):
         yield
 
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TypeVar
 
-from tightship.errors import TightshipError
+from tightship.errors import TightshipError, Unplannable
 from tightship.frontends.torch import compat
 
-__all__ = ["end_frames", "heeded", "told"]
+__all__ = ["end_frames", "heeded", "names_stand_ins", "raised_on_stand_ins", "told"]
 
 Refusal = TypeVar("Refusal", bound=TightshipError)
 
@@ -26,6 +26,17 @@ def told(refusal: Refusal) -> Refusal:
     if found is not None:
         found.append(refusal)
     return refusal
+
+
+def names_stand_ins(error: Exception) -> bool:
+    """Whether an error of the caller's code is about fake tensors, which it knows nothing of."""
+    return "FakeTensor" in str(error)
+
+
+def raised_on_stand_ins(error: Exception) -> Unplannable:
+    """The refusal of code that raises ``error`` on stand-ins, which eager may not raise, or raises itself."""
+    what = f"code of the step that raises {type(error).__name__} on stand-ins for tensors"
+    return Unplannable(what, "it may ask for what is there only when the step runs")
 
 
 @contextmanager

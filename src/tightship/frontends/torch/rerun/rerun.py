@@ -107,9 +107,9 @@ class Rerun(TorchFunctionMode):
         batch = self._batch_of(self.trace) if self.execution is None else self.execution.capture.stand_ins
         grad = torch.is_grad_enabled()
         try:
-            whole = compat_packed.lists_asked_for_whole(self._may_look)
+            methods = compat_packed.methods_of_tensors(self._may_look)
             garbage = garbage_apart(partial(self._step_aside, True), self._step_aside)
-            with heeded(), garbage, compat_calls.calls_seen(self.special), whole, self:
+            with heeded(), garbage, compat_calls.calls_seen(self.special), methods, self:
                 return code(batch)
         except BaseException:
             torch.set_grad_enabled(grad)  # whatever failed may have failed in no_grad's exit, too
