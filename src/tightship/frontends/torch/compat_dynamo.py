@@ -481,8 +481,8 @@ def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def given_plain(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
-    """``compiled``, of a graph with such ``inputs``, which takes those of classes with functions of their own as plain
-    tensors: Dynamo has traced such functions, and AOTAutograd's wrapper knows no such class."""
+    """``compiled``, of a graph with such ``inputs``, which takes those of classes with functions of their own as
+    plain tensors: Dynamo has traced such functions, and AOTAutograd's wrapper knows no such class."""
     own = [k for k, x in enumerate(inputs) if isinstance(x, torch.Tensor) and _has_functions_alone(type(x))]
 
     def run(*given: Any) -> Any:
