@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import swa_utils
@@ -87,6 +88,43 @@ def held_weakly() -> Any:
                     seen.append(whole([ref()]) == whole([p]))
         found[wrap.__name__] = {"seen": seen, "whole": whole(averages), "measure": step.measure()}
     return found
+
+
+def averages_put_in() -> Any:
+    """Averages that are written into parameters for an evaluation, and taken out again; ``stale``: eager that does
+    not say `reshard` keeps the model's own group as it was gathered."""
+    return {how: _evaluated_with_averages(how) for how in ("fit", "eager", "stale")}
+
+
+def _evaluated_with_averages(how: str) -> dict[str, Any]:
+    m: Any = model()
+    fully_shard(m[0])
+    fully_shard(m)  # with layers of its own
+    held = list(m.parameters())
+    o = torch.optim.AdamW(held, 0.01)
+    averages = [p.detach().clone() for p in held]
+    step: Any = tightship.fit(m, loss_of, o, batches(1)[0], "100%") if how == "fit" else None
+    losses = []
+    for b in batches(4):
+        if step is None:
+            loss = loss_of(m, b)
+            loss.backward()
+            o.step()
+            o.zero_grad()
+        else:
+            loss = step(b)
+        losses.append(loss.item())
+        with torch.no_grad():
+            for average, p in zip(averages, held, strict=True):
+                average.lerp_(p, 0.5)
+            kept = [p.clone() for p in held]
+            for values in (averages, kept):
+                for p, value in zip(held, values, strict=True):
+                    p.copy_(value)
+                if how != "stale":
+                    m.reshard()
+                losses.append(loss_of(m, b).item())
+    return {"losses": losses, "averages": whole(averages), "whole": whole(m.state_dict().values())}
 
 
 def hooked_nodes() -> Any:

@@ -12,6 +12,7 @@ def rows() -> Rows:
     return run(
         "held_before",
         "held_weakly",
+        "averages_put_in",
         "hooked_nodes",
         "saved_beside",
         "accumulated_before",
@@ -41,6 +42,12 @@ def test_dtensors_that_code_holds_weakly_stay(rows: Rows) -> None:
             assert all(one["seen"])
             assert one["whole"] == rows["held_weakly"][0][how]["whole"]
             as_planned(one["measure"])
+
+
+def test_an_evaluation_reads_what_was_last_written_to_parameters(rows: Rows) -> None:
+    for row in rows["averages_put_in"]:
+        assert row["fit"] == row["eager"]
+        assert row["stale"]["losses"] != row["eager"]["losses"]
 
 
 def test_hooks_on_the_nodes_of_distributed_data_parallel_are_refused(rows: Rows) -> None:

@@ -133,10 +133,20 @@ def test_checkpoints_are_loaded_by_other_numbers_of_ranks(
     saved = run("saved_for_others", worker="torch_worker.py")["saved_for_others"][0]
     loaded = run("loaded_by_others", ranks=ranks, ends=(0,) * ranks, worker="torch_worker.py")
     first = loaded["loaded_by_others"][0]
-    assert len(first) == (2 if ranks > 1 else 1)
+    assert [*first] == ["shard", "fully_shard"]
     for how, (digest, loss) in first.items():
         assert digest == saved[how] != ""
         assert loss == loss
+
+
+def test_what_torch_has_divided_among_one_rank_trains_as_in_eager() -> None:
+    (row,) = run("of_one_rank", ranks=1, ends=(0,), worker="torch_worker.py")["of_one_rank"]
+    for one in row.values():
+        as_planned(one["fit"].pop("measure"))
+        assert one["fit"] == one["eager"]
+        assert "DTensor" in one["fit"]["kinds"].values()
+        assert one["again"][0] > one["again"][1]  # which has taken one step more
+        assert one["error"]["type"] == "TypeError"
 
 
 def test_a_model_is_taken_again_after_a_budget_that_nothing_meets(rows: Rows) -> None:

@@ -493,13 +493,45 @@ def saved_for_others() -> Any:
 def loaded_by_others() -> Any:
     """On another number of ranks, by a step and by torch's own functions."""
     rows = {}
-    for how in ("shard", "fully_shard") if dist.get_world_size() > 1 else ("shard",):
+    for how in ("shard", "fully_shard"):
         m, o, step = at_this_size(how)
         state = step.state_dict()
         checkpoint.load(state, checkpoint_id=f"{os.environ['CHECKPOINTS']}/{how}")
         step.load_state_dict(state)
         rows[how] = [kept(m, o), step(batches()[0]).item()]
     return rows
+
+
+def of_one_rank() -> Any:
+    """Models that torch has divided among one rank, the second time with state from the first; and an error of the
+    caller's own in a step."""
+    rows: dict[str, Any] = {}
+    for wrap in (sharded, columns_of_one):
+        for planned in (False, True):
+            m = wrap(model())
+            o = adamw(m)
+            step: Any = tightship.fit(m, loss_of, o, batches()[0], "100%") if planned else None
+            losses = []
+            for b in batches(4):
+                if planned:
+                    losses.append(step(b))
+                else:
+                    losses.append(loss_of(m, b))
+                    losses[-1].backward()
+                    o.step()
+                    o.zero_grad()
+            found = row(losses, m, o) | ({"measure": step.measure()} if planned else {})
+            rows.setdefault(wrap.__name__, {})["fit" if planned else "eager"] = found
+        again = tightship.fit(m, loss_of, o, batches()[0], "100%")
+        rows[wrap.__name__]["again"] = again(batches()[0]).item(), step(batches()[0]).item()
+        rows[wrap.__name__]["error"] = caught(lambda again=again: again(None))  # type: ignore[misc]
+    return rows
+
+
+def columns_of_one(m: Any) -> Any:
+    return parallelize_module(
+        m, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
 
 
 def in_hand() -> Any:

@@ -522,7 +522,6 @@ def one() -> Any:
         "in DDP": {"losses": losses, "digest": digest([*m.parameters(), *m.buffers()])},
         "replicated": planned("static+60%", shard=False),
         "sharded": planned("static+60%", shard=True),
-        "placed": caught(lambda: tightship.fit(fully_shard(model()), loss_of, None, batches()[0])),
     }
 
 

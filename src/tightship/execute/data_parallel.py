@@ -30,7 +30,8 @@ from tightship.frontends.torch.optimizer.probe_parts import why_whole
 
 __all__ = [
     "DataParallel", "HookedParallel", "TensorParallel", "as_torch_has_it", "check_elementwise", "check_no_hook",
-    "check_options", "check_together", "check_unhooked", "digest_of_options", "need_whole", "unsent_update",
+    "check_options", "check_together", "check_unhooked", "digest_of_options", "is_in_parts",
+    "need_whole", "unsent_update",
 ]  # fmt: skip
 
 _ELEMENTWISE = (
@@ -211,6 +212,13 @@ def digest_of_options(optimizer: Any) -> str:
 
 _SAME = ("accumulate", "clip_norm", "clip_value", "skip_nonfinite")
 """Options of which no rank may have others."""
+
+
+def is_in_parts(model: Any) -> bool:
+    """Whether torch has divided the parameters of a model, which `as_torch_has_it` takes over, or had."""
+    if not isinstance(model, torch.nn.Module):
+        return False
+    return compat_distributed.distributed_by(model) in ("fully_shard", "DTensor") or bool(shards_of(model))
 
 
 def as_torch_has_it(model: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module, DataParallel | None]:

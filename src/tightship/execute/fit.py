@@ -14,7 +14,7 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.cache import KeptPlans, folder_of
-from tightship.execute.data_parallel import DataParallel, check_together
+from tightship.execute.data_parallel import DataParallel, check_together, is_in_parts
 from tightship.execute.part_in_hand import at_work
 from tightship.execute.parts import Loop
 from tightship.execute.ranks import together
@@ -117,7 +117,7 @@ def fit(
     """
     if mode not in ("exact", "compiled"):
         raise BadInput("mode must be 'exact' or 'compiled'", mode, "fit(mode=…)")
-    ranks = None if independent else together()
+    ranks = None if independent else together(in_parts=is_in_parts(model))
     with at_work(), ranks.ending_together("fit") if ranks is not None else nullcontext():
         if mode == "compiled":
             _check_compiled(planner, options, verify_every, folder, pinned)

@@ -72,13 +72,15 @@ def _let_go() -> None:
         ranks.let_go()
 
 
-def together() -> Ranks | None:
-    """The ranks of the world, which all call this at the same point; None where there is one, or all are imagined.
+def together(*, in_parts: bool = False) -> Ranks | None:
+    """The ranks of the world, which all call this at the same point; None where all are imagined, or where there is
+    one, unless torch has divided its model (``in_parts``): what it sends to itself alone is sent as well.
 
     Raises ``BadInput`` if some do not come, or if an error has left collectives unfinished, ``PeerFailed`` if one has
     ended.
     """
-    if compat_distributed.world_size() < 2 or compat_distributed.imagined_ranks():
+    alone = compat_distributed.world_size() < 2 and not (in_parts and compat_distributed.alone())
+    if alone or compat_distributed.imagined_ranks():
         return None
     world = dist.group.WORLD
     if _process.unfinished is world:
@@ -260,7 +262,7 @@ class Ranks(NotCopied):
                 self._ended = error
             raise
         except BaseException as error:
-            if _ismarked(error):
+            if _ismarked(error) or self.size == 1:  # nobody else is to hear of it
                 raise
             if not self._begun and isinstance(error, Exception):
                 self._share(error)
