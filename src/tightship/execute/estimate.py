@@ -30,6 +30,7 @@ from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
 from tightship.frontends.torch.capture.expectations import Guesses, guessing
 from tightship.frontends.torch.capture.step import module_of
 from tightship.frontends.torch.optimizer.given import as_one
+from tightship.frontends.torch.rerun.python_state import python_state_kept
 from tightship.frontends.torch.structure import (
     LossFn,
     batch_size,
@@ -361,11 +362,12 @@ def _training(
     accumulate: int, set_to_none: bool,
 ) -> Any:  # fmt: skip
     for _ in range(accumulate):
-        with cast():
-            loss = checked_loss(loss_fn(model, batch))
-        if accumulate > 1:
-            loss = loss / accumulate
-        loss.backward()  # type: ignore[no-untyped-call]
+        with python_state_kept(batch):  # the next one is another, which this one's code has not changed
+            with cast():
+                loss = checked_loss(loss_fn(model, batch))
+            if accumulate > 1:
+                loss = loss / accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -375,7 +377,7 @@ def _training(
 
 
 def _inference(model: Any, batch: Any, _: Any, *, cast: Callable[[], AbstractContextManager[Any]]) -> Any:
-    with torch.no_grad(), cast():
+    with python_state_kept(batch), torch.no_grad(), cast():
         return called(model, batch)
 
 

@@ -242,7 +242,7 @@ class TrainStep(TrainUpdate):
             self._renew()
             check_no_gradients(self._owned.parameters)
             try:
-                with self._undone_for_other_layers():
+                with self._undone_for_other_layers(batch):
                     out = self._run(batch)
             except OtherLayers:
                 self._average_late()
@@ -252,13 +252,13 @@ class TrainStep(TrainUpdate):
             return out
 
     @contextmanager
-    def _undone_for_other_layers(self) -> Iterator[None]:
+    def _undone_for_other_layers(self, batch: Any) -> Iterator[None]:
         """What the step's code has done is put back where it is to run once more, as ranks have run other layers."""
         if self._replicas is None or not self._replicas.may_differ:
             yield
             return
         again: list[OtherLayers] = []
-        with self._undone(when=lambda: bool(again)):
+        with self._undone(batch, when=lambda: bool(again)):
             try:
                 yield
             except OtherLayers as no:
@@ -351,7 +351,7 @@ class TrainStep(TrainUpdate):
                 raise
             try:
                 backward = self._ending({})
-                with self._undone():
+                with self._undone(batch):
                     program = self._program_of(self._ask(batch, backward), backward)
                 no = self._of_all_parts(no, batch, program, adds=bool(held))
             except Unsupported:  # the code does not run once more: what one part needs is not said of all
@@ -451,7 +451,7 @@ class TrainStep(TrainUpdate):
                 raise
         other: list[OtherAnswer | Unplannable] = []
         try:
-            with self._undone(when=lambda: bool(other)):
+            with self._undone(batch, when=lambda: bool(other)):
                 try:
                     out = self._run_planned(batch, ending)
                 except (OtherAnswer, Unplannable) as no:

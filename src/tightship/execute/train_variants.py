@@ -220,7 +220,7 @@ class TrainVariants(PlannedTogether):
     def _prepare_now(self, batch: Any) -> Plan:
         if not self._in_parts:
             try:
-                with self._undone():
+                with self._undone(batch):
                     return self._run_code(batch, self._ending())[0].executor.plan
             except OtherLayers:
                 self._average_late()
@@ -236,9 +236,9 @@ class TrainVariants(PlannedTogether):
             self._preparing = False
 
     @contextmanager
-    def _undone(self, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """What the code of the step changes is put back, if ``when`` says so at the end."""
-        roots = (self.model, self.loss_fn, *(hook.fn for hook in self._owned.hooks()))
+    def _undone(self, batch: Any, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """What the code of the step changes, also of ``batch``, is put back, if ``when`` says so at the end."""
+        roots = (self.model, self.loss_fn, batch, *(hook.fn for hook in self._owned.hooks()))
         with untouched(self.model, [], frozen=False, when=when), python_state_kept(*roots, when=when):
             try:
                 yield
@@ -249,11 +249,11 @@ class TrainVariants(PlannedTogether):
     def _prepare_parts(self, batch: Any) -> None:
         """All that an update takes is planned, from the part that needs most on, of which the budget is a share."""
         ending = self._ending({})
-        with self._undone():
+        with self._undone(batch):
             asked = self._ask(batch, ending)
         try:
             if self.loop.accumulate > 1 and asked.program is not None:
-                with self._undone():
+                with self._undone(batch):
                     self._run_code(batch, self._ending(gradients_of(asked.program)))
             variant, asked = self._settled(lambda: asked, batch, ending)
             if self._updates is not None:
@@ -275,7 +275,7 @@ class TrainVariants(PlannedTogether):
         gradients = gradients_of(backward)
         if adds:
             ending = self._ending(gradients)
-            with self._undone():
+            with self._undone(batch):
                 programs.append((self._program_of(self._ask(batch, ending), ending), 0))
         if self._updates is not None:
             update = self._captured_update(gradients)
