@@ -17,11 +17,11 @@ from tightship.frontends.torch.collectives import average_now
 from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.optimizer.given import each, twin_of
 from tightship.frontends.torch.program import tensors_in
+from tightship.frontends.torch.python_state import python_state_kept
 from tightship.frontends.torch.rerun.arguments import map_tensors
 from tightship.frontends.torch.rerun.execution import Inner
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.rerun.live_step import Asked, Owned
-from tightship.frontends.torch.rerun.python_state import python_state_kept
 from tightship.frontends.torch.structure import LossFn, checked_loss, map_leaves
 from tightship.graph import aligned, alignment_of
 

@@ -30,7 +30,7 @@ from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
 from tightship.frontends.torch.capture.expectations import Guesses, guessing
 from tightship.frontends.torch.capture.step import module_of
 from tightship.frontends.torch.optimizer.given import as_one
-from tightship.frontends.torch.rerun.python_state import python_state_kept
+from tightship.frontends.torch.python_state import python_state_kept
 from tightship.frontends.torch.structure import (
     LossFn,
     batch_size,

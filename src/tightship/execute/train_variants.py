@@ -42,10 +42,10 @@ from tightship.frontends.torch.capture.step import capture_update
 from tightship.frontends.torch.fabric import modules_of_fabric, without_backward_checks
 from tightship.frontends.torch.optimizer.updates import SeveralUpdates, Updates, updaters
 from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.python_state import python_state_kept
 from tightship.frontends.torch.refusals import end_frames, names_stand_ins, raised_on_stand_ins
 from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
-from tightship.frontends.torch.rerun.python_state import python_state_kept
 from tightship.frontends.torch.structure import (
     LossFn,
     TensorLeaf,

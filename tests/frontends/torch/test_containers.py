@@ -10,7 +10,7 @@ import torch
 
 import tightship
 from tightship.frontends.torch.containers import contents, refill
-from tightship.frontends.torch.rerun.python_state import python_state_kept
+from tightship.frontends.torch.python_state import python_state_kept
 
 
 class Registry(collections.OrderedDict):  # type: ignore[type-arg]

@@ -36,6 +36,7 @@ from tightship.frontends.torch.optimizer.copy import Rows
 from tightship.frontends.torch.optimizer.given import Several, as_one
 from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
 from tightship.frontends.torch.program import Program, Ref
+from tightship.frontends.torch.python_state import python_state_kept
 from tightship.frontends.torch.refusals import heeded
 from tightship.frontends.torch.structure import (
     BatchSpec,
@@ -195,7 +196,8 @@ class Capture:
         updates, wanted = self._wanted(optimizer)
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
         outside = compat_distributed.captured_alike()
-        with untouched(self.model, self.changes), quiet, outside, torch.enable_grad():
+        kept = python_state_kept(self.batch)
+        with untouched(self.model, self.changes), kept, quiet, outside, torch.enable_grad():
             fakes = self._fakes()
             results, gradients = self._run(loss_fn, fakes, wanted)
         handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
@@ -296,7 +298,7 @@ class Capture:
     def forward(self) -> Program:
         self.tape.grad = False
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
-        with untouched(self.model, self.changes), quiet, torch.no_grad():
+        with untouched(self.model, self.changes), python_state_kept(self.batch), quiet, torch.no_grad():
             fakes = self._fakes()
             with self.mode, self.recorder, self.readers.active(), self.tracker.active(), self._swapped(fakes):
                 with heeded():

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.python_state import globals_of
 from tightship.frontends.torch.rerun.function_trace import form
 
-__all__ = ["function_key", "globals_of", "inner_key", "settled_key", "understood"]
+__all__ = ["function_key", "inner_key", "settled_key", "understood"]
 
 
 def understood(fn: Any) -> bool:
@@ -30,15 +31,6 @@ def understood(fn: Any) -> bool:
     if str(fn.__globals__.get("__name__")).startswith("tightship."):  # gathers and averages of several ranks
         return True
     return all(_harmless(fn.__globals__, name) for name in globals_of(fn.__code__))
-
-
-def globals_of(code: types.CodeType) -> set[str]:
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names |= globals_of(const)
-    writes = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
-    return names | {"<writes>" for i in dis.get_instructions(code) if i.opname in writes}
 
 
 _EFFECTS = {

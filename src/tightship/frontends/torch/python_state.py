@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import io
 import random
@@ -23,9 +24,8 @@ import torch
 
 from tightship.errors import Infeasible, Unplannable, Unsupported
 from tightship.frontends.torch.containers import CONTAINERS, contents, refill
-from tightship.frontends.torch.rerun.outcome import globals_of
 
-__all__ = ["python_state_kept"]
+__all__ = ["globals_of", "python_state_kept"]
 
 
 LIMIT = 200_000
@@ -274,6 +274,16 @@ _LIBRARIES = {
     "pytest", "_pytest", "pluggy", "IPython", "ipykernel",
     *sys.stdlib_module_names,
 } - {"__main__"}  # fmt: skip
+
+
+def globals_of(code: types.CodeType) -> set[str]:
+    """The names that code reads of its module, and ``<writes>`` if it may change any."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names |= globals_of(const)
+    writes = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
+    return names | {"<writes>" for i in dis.get_instructions(code) if i.opname in writes}
 
 
 def _of_threads(x: Any) -> bool:
