@@ -20,9 +20,10 @@ from support import plans
 from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import Executor, Fallback
+from tightship.frontends.torch import python_state
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.refusals import end_frames
-from tightship.frontends.torch.rerun import live_step, python_state, stand_ins
+from tightship.frontends.torch.rerun import live_step, stand_ins
 from tightship.frontends.torch.rerun.outcome import understood
 
 
