@@ -21,7 +21,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "csr": torch.Tensor.to_sparse_csr,
     "csc": torch.Tensor.to_sparse_csc,
 }
-PLACES = "batch", "closure", "buffer", "attribute", "unread batch"
+PLACES = "batch", "closure", "buffer", "attribute", "unread batch", "parameter"
 
 
 def graph(layout: str) -> torch.Tensor:
@@ -33,13 +33,14 @@ def loop(layout: str, place: str) -> Loop:
     model, links = mlp(), graph(layout)
     if place == "buffer":
         model.register_buffer("links", links)
-    if place == "attribute":
-        model.links = links
+    if place in ("attribute", "parameter"):
+        model.links = nn.Parameter(links) if place == "parameter" else links
     source: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
         "batch": lambda m, b: b[2],
         "closure": lambda m, b: links,
         "buffer": lambda m, b: m.links,
         "attribute": lambda m, b: m.links,
+        "parameter": lambda m, b: m.links,
     }
 
     def loss_fn(model, batch):
@@ -55,8 +56,12 @@ def loop(layout: str, place: str) -> Loop:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support:UserWarning")
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    [
+        (n, p) for n in LAYOUTS for p in PLACES if (n, p) != ("csc", "parameter")
+    ],  # of which torch has no gradient
+)
 def test_a_matrix_of_a_graph(layout: str, place: str, measurements: Any):
     planned = place == "unread batch"
     with nullcontext() if planned else pytest.warns(Fallback, match=f"a torch.sparse_{layout} tensor at "):
@@ -166,6 +171,7 @@ MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "and back": lambda x: x.as_subclass(Named).sin().as_subclass(torch.Tensor),
     "the plain class": lambda x: x.as_subclass(torch.Tensor),
     "the plain class of a view": lambda x: x.t().as_subclass(torch.Tensor),
+    "the plain class of another": lambda x: x.as_subclass(type(x.detach())).sin(),
 }
 
 

@@ -136,7 +136,10 @@ def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """Hooks on the node of autograd that accumulates the tensor's gradient, which hang on no tensor: torch's
     ``_apply_optimizer_in_backward`` puts its steps there. They are found beside one that is put there for a moment:
     Python's search for garbage does not see them where C++ has the node as well (DistributedDataParallel)."""
-    if not (tensor.is_leaf and tensor.requires_grad):
+    dense = (
+        tensor.layout is torch.strided
+    )  # of others, which are refused where they are read, torch finds no node
+    if not (dense and tensor.is_leaf and tensor.requires_grad):
         return []
     node = torch.autograd.graph.get_gradient_edge(tensor).node
     found: list[Callable[..., Any]] = []
