@@ -5,8 +5,9 @@ Its tensors are made for it: the metadata of graph values, and contents that any
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -398,24 +399,25 @@ def in_place_inputs(graph: Graph, call: Call, device: str, room: Room) -> tuple[
         made = flat(fn(*args, **kwargs))
         return [t for t, v in zip(made, call.results, strict=True) if v >= 0]
 
-    tensors = _drawn(graph, call, device)
-    for contents in (tensors, _masked(tensors)):
+    def safe(tensors: dict[int, Any]) -> list[int]:
         with allocator.record(allocator.kind_of(device)) as recording:
-            want = run(contents)
+            want = run(tensors)
         asked = [e for e in recording.events if e.kind == "alloc"]
-        numbers = [n for n in numbers if _same(run, contents, values[n], want, asked, device, room)]
+        return [n for n in numbers if _same(run, tensors, values[n], want, asked, device, room)]
+
+    tensors = _drawn(graph, call, device)
+    if numbers := safe(tensors):
+        _mask(tensors.values())
+        numbers = safe(tensors)
     return tuple(numbers)
 
 
-def _masked(tensors: Mapping[int, Any]) -> dict[int, Any]:
-    """The tensors, full of -inf where they are of floating-point numbers, as what is masked: an op may look at its
-    input again for that."""
-    masked = dict(tensors)
-    for v, t in tensors.items():
+def _mask(tensors: Iterable[torch.Tensor]) -> None:
+    """Fills those of floating-point numbers with -inf, as where all is masked: an op may look at its input again for
+    that."""
+    for t in tensors:
         if t.is_floating_point():
-            masked[v] = full = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-            full.as_strided((full.untyped_storage().nbytes() // t.itemsize,), (1,)).fill_(float("-inf"))
-    return masked
+            t.new_empty(0).set_(t.untyped_storage()).fill_(-math.inf)
 
 
 def _same(
