@@ -483,7 +483,8 @@ def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
 def given_plain(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
     """``compiled``, of a graph with such ``inputs``, which takes those of classes with functions of their own as
     plain tensors: Dynamo has traced such functions, and AOTAutograd's wrapper knows no such class."""
-    own = [k for k, x in enumerate(inputs) if isinstance(x, torch.Tensor) and _has_functions_alone(type(x))]
+    classes = [type(x) if isinstance(x, torch.Tensor) else torch.Tensor for x in inputs]
+    own = [k for k, kind in enumerate(classes) if is_own_class(kind) and not has_own_ops(kind)]
 
     def run(*given: Any) -> Any:
         plain = list(given)
@@ -493,10 +494,6 @@ def given_plain(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable
         return compiled(*plain)
 
     return run if own else compiled
-
-
-def _has_functions_alone(kind: type) -> bool:
-    return is_own_class(kind) and not has_own_ops(kind)
 
 
 def compiled_options(compiled: Any) -> dict[str, Any] | None:

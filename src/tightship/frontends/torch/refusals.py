@@ -35,7 +35,8 @@ def names_stand_ins(error: Exception) -> bool:
 
 def raised_on_stand_ins(error: Exception) -> Unplannable:
     """The refusal of code that raises ``error`` on stand-ins, which eager may not raise, or raises itself."""
-    what = f"code of the step that raises {type(error).__name__} on stand-ins for tensors"
+    text = (str(error).splitlines() or [""])[0]
+    what = f"code of the step that raises {type(error).__name__} on stand-ins for tensors ({text})"
     return Unplannable(what, "it may ask for what is there only when the step runs")
 
 

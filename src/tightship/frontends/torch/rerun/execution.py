@@ -80,9 +80,10 @@ class Execution:
 
     def constant(self, tensor: torch.Tensor) -> int:
         """Number of a real tensor that is neither parameter, buffer nor part of the batch."""
-        known = form(tensor)  # first: what cannot be one is refused, and has no number then
-        n = self.trace.add(tensor)
-        if n == len(self.fakes):
+        n = self.trace.index.get(id(tensor))
+        if n is None:
+            known = form(tensor)  # first: what is refused gets no number
+            n = self.trace.add(tensor)
             self.trace.constants[n] = known
             self._add(tensor)
         return n
